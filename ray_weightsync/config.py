@@ -1,0 +1,200 @@
+"""What users choose: deadlines, policies, transports. Frozen, validated, picklable values with units in their names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from ray_weightsync.errors import ConfigError
+
+PauseMode = Literal["keep", "wait", "abort"]
+CachePolicy = Literal["recompute", "keep", "salt"]
+PreflightMode = Literal["structural", "headers", "off"]
+AdoptPolicy = Literal["reported", "never"]
+AfterStart = Literal["quarantine", "all_or_none"]
+
+TOMBSTONE_PREFIX = "!rws:"
+"""A version label that starts with this says: torn, or not committed. No valid version may."""
+
+MAX_VERSION_CHARS = 256
+MIN_BUCKET_BYTES = 4096
+
+
+def require_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    """Raise `ConfigError` unless ``value`` is one of ``choices``."""
+    if value not in choices:
+        raise ConfigError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}")
+
+
+def version_label(version: int | str) -> str:
+    """The label that engines keep for ``version``: a non-empty printable string of at most 256 characters.
+
+    Raises:
+        ConfigError: for any other type (``bool`` too), an empty or over-long label, one with control characters,
+            surrounding white space or unpaired surrogates, or one that starts like a tombstone.
+    """
+    if isinstance(version, bool) or not isinstance(version, int | str):
+        raise ConfigError(f"version must be an int or a str, not {type(version).__name__}")
+    label = str(version)
+    if not label:
+        raise ConfigError("version must not be empty")
+    if len(label) > MAX_VERSION_CHARS:
+        raise ConfigError(f"version must have at most {MAX_VERSION_CHARS} characters, this one has {len(label)}")
+    if not label.isprintable() or label != label.strip():
+        raise ConfigError(f"version must be printable, without surrounding white space: {label!r}")
+    if label.startswith(TOMBSTONE_PREFIX):
+        raise ConfigError(f"version must not start with {TOMBSTONE_PREFIX!r}, which marks torn weights: {label!r}")
+    return label
+
+
+def is_tombstone(label: str | None) -> bool:
+    """Whether an engine's label says that its weights are torn or not committed."""
+    return label is not None and label.startswith(TOMBSTONE_PREFIX)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeouts:
+    """One deadline a phase, in seconds. `stage_s`, `update_s`, `finish_s` and `heal_s` grow with the bytes moved.
+
+    Raises:
+        ConfigError: if a field is not a positive, finite number.
+    """
+
+    attach_s: float = 60
+    connect_s: float = 120
+    preflight_s: float = 60
+    stage_s: float = 120
+    gather_s: float = 300
+    pause_s: float = 60
+    start_s: float = 60
+    update_s: float = 120
+    finish_s: float = 120
+    attest_s: float = 30
+    commit_s: float = 30
+    resume_s: float = 30
+    heal_s: float = 300
+    status_s: float = 5
+    health_interval_s: float = 10
+    warn_every_s: float = 10
+    min_rate_bytes_per_s: float = 50e6
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+                raise ConfigError(f"Timeouts.{each.name} must be a positive number, not {value!r}")
+
+    def for_bytes(self, phase: Literal["stage", "update", "finish", "heal"], num_bytes: int) -> float:
+        """The deadline of ``phase`` in seconds when it moves ``num_bytes``: the fixed part plus bytes over the slowest rate allowed."""
+        return float(getattr(self, f"{phase}_s")) + num_bytes / self.min_rate_bytes_per_s
+
+    def staging_s(self, num_bytes: int) -> float:
+        """The longest that a sender may hold a round open before its snapshot is sealed, in seconds."""
+        return self.gather_s + self.for_bytes("stage", num_bytes)
+
+    def round_s(self, num_bytes: int) -> float:
+        """The longest that the rest of a round may take when every phase uses up its deadline, in seconds."""
+        moving = self.for_bytes("update", num_bytes) + self.for_bytes("finish", num_bytes)
+        return 5 * self.preflight_s + self.pause_s + self.start_s + moving + self.attest_s + 4 * self.commit_s + 2 * self.resume_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailurePolicy:
+    """What happens to replicas that fail after *start*.
+
+    Attributes:
+        after_start: ``"quarantine"`` fences what failed and lets the others commit; ``"all_or_none"`` brings every touched replica back.
+        min_serving: With at least this many replicas serving the new version, lost ones are reported and not raised. None raises always.
+        release_requests: Abort requests frozen on a fenced replica, so that no client waits for ever.
+        auto_heal: Bring fenced replicas back from the committed snapshot.
+        max_heals: How often one replica is healed before it is replaced or retired.
+    """
+
+    after_start: AfterStart = "quarantine"
+    min_serving: int | None = None
+    release_requests: bool = True
+    auto_heal: bool = True
+    max_heals: int = 3
+
+    def __post_init__(self) -> None:
+        require_choice("FailurePolicy.after_start", self.after_start, ("quarantine", "all_or_none"))
+        if self.min_serving is not None and (
+            isinstance(self.min_serving, bool) or not isinstance(self.min_serving, int) or self.min_serving < 1
+        ):
+            raise ConfigError(f"FailurePolicy.min_serving must be None or at least 1, not {self.min_serving!r}")
+        if isinstance(self.max_heals, bool) or not isinstance(self.max_heals, int) or self.max_heals < 0:
+            raise ConfigError(f"FailurePolicy.max_heals must be an int of at least 0, not {self.max_heals!r}")
+
+
+def _check_bucket_bytes(owner: str, bucket_bytes: object) -> None:
+    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < MIN_BUCKET_BYTES:
+        raise ConfigError(f"{owner}.bucket_bytes must be an int of at least {MIN_BUCKET_BYTES}, not {bucket_bytes!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """Sealed snapshots in shared memory. Extra memory: ``num_slots`` times the model, on the host.
+
+    Attributes:
+        overlap: Engines load what is sealed while the sender packs on; the pause then covers the staging too.
+        num_slots: Slots kept for reuse: one committed, the others for staging. At least 2.
+        bucket_bytes: How often the sender makes progress visible, in bytes. A tensor may be larger.
+        directory: A memory-backed directory that trainer and engines on one node share.
+    """
+
+    overlap: bool = False
+    num_slots: int = 2
+    bucket_bytes: int = 256 << 20
+    directory: str = "/dev/shm"
+
+    def __post_init__(self) -> None:
+        _check_bucket_bytes("Host", self.bucket_bytes)
+        if isinstance(self.num_slots, bool) or not isinstance(self.num_slots, int) or self.num_slots < 2:
+            raise ConfigError(f"Host.num_slots must be an int of at least 2 (one committed, one being staged), not {self.num_slots!r}")
+        if not isinstance(self.directory, str) or not self.directory.startswith("/"):
+            raise ConfigError(f"Host.directory must be an absolute path, not {self.directory!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """A broadcast over a private group of the sender and every worker. Extra memory: ``num_buckets`` buckets per GPU."""
+
+    bucket_bytes: int = 1 << 30
+    num_buckets: int = 2
+    interface: str | None = None
+    keep_snapshot: bool = False
+
+    def __post_init__(self) -> None:
+        _check_bucket_bytes("Collective", self.bucket_bytes)
+        if isinstance(self.num_buckets, bool) or not isinstance(self.num_buckets, int) or self.num_buckets < 2:
+            raise ConfigError(f"Collective.num_buckets must be an int of at least 2, not {self.num_buckets!r}")
+
+
+@dataclass(frozen=True)
+class Native:
+    """One of vLLM's own trainer engines, such as ``Native("ipc")``."""
+
+    backend: str
+    options: dict[str, Any] = field(default_factory=dict, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.backend, str) or not self.backend:
+            raise ConfigError(f"Native.backend must be the name of a vLLM weight-transfer backend, not {self.backend!r}")
+
+
+Transport = Host | Collective | Native
+
+
+def as_transport(value: Transport | str) -> Host:
+    """The transport that ``value`` names: a transport, ``"auto"``, ``"host"``, ``"collective"`` or ``"native:<backend>"``.
+
+    Raises:
+        ConfigError: for anything else, and for transports that this version does not carry yet.
+    """
+    if isinstance(value, Host):
+        return value
+    if value in ("auto", "host"):
+        return Host()
+    if isinstance(value, Collective | Native) or value == "collective" or (isinstance(value, str) and value.startswith("native:")):
+        raise ConfigError(f"transport {value!r} is not available in this version; use transport='host' (also what 'auto' picks)")
+    raise ConfigError(f"transport must be 'auto', 'host' or a Host(...), not {value!r}")

@@ -1,0 +1,152 @@
+"""What runs in an engine's own process to tell what the engine is. Standard library only, since it may travel there by value.
+
+`look` reads attributes and calls nothing. `read` then calls what cannot raise on one worker alone: two questions to the engine core, and our
+worker extension's own method - only where the configuration proves that it is there, since a method that is missing would raise on every
+rank and leave the engine's replies out of step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import sys
+from collections.abc import Coroutine
+from typing import Any
+
+# Functions, not their module: whatever a travelling function refers to travels with it.
+from ray_weightsync.protocol.remote import describe as describe_shape
+from ray_weightsync.protocol.remote import described, holders, loop_of, poll, unanswered
+from ray_weightsync.protocol.remote import resolve as engine_in
+
+
+def look(actor: Any, path: str, required: tuple[str, ...], known: tuple[str, ...], extension: str, describe: str) -> dict[str, Any]:
+    """What the actor and the engine in ``path`` show without being called.
+
+    Args:
+        actor: The actor's own object.
+        path: Where it holds its engine; ``""`` if it is one itself.
+        required: The verbs without which it is no engine.
+        known: All verbs of the protocol.
+        extension: Full name of our worker extension.
+        describe: Name of the extension's method.
+    """
+    told = describe_shape(actor, path, required, known)
+    told.update(kind="async", extension=False, pid=os.getpid(), worker_id=None, node_id=None, backend=None, data_parallel_size=None)
+    context = ray_context()
+    if context is not None:
+        told.update(worker_id=context.get_worker_id(), node_id=context.get_node_id())
+    if not told["found"] or not set(required) <= set(told["verbs"]):
+        return told
+    engine = source(actor, path, required)
+    told["kind"] = "async" if any(inspect.iscoroutinefunction(getattr(engine, verb, None)) for verb in required) else "sync"
+    config = config_of(engine)
+    if config is None:
+        return told
+    told.update(configured(config))
+    told["vllm_version"] = getattr(sys.modules.get("vllm"), "__version__", None)
+    told["extension"] = has_extension(getattr(config.parallel_config, "worker_extension_cls", None), extension, describe)
+    return told
+
+
+def source(actor: Any, path: str, required: tuple[str, ...]) -> Any:
+    """The object to be asked: what ``path`` names, or, where the actor's own methods only hand on, the one engine that it holds."""
+    engine = engine_in(actor, path)
+    if path or config_of(engine) is not None:
+        return engine
+    held = holders(actor, required)
+    return getattr(actor, held[0]) if len(held) == 1 else engine
+
+
+def config_of(engine: Any) -> Any:
+    """vLLM's configuration of an ``AsyncLLM`` or ``LLM``; None if it has none."""
+    config = getattr(engine, "vllm_config", None) or getattr(getattr(engine, "llm_engine", None), "vllm_config", None)
+    return config if hasattr(config, "parallel_config") else None
+
+
+def configured(config: Any) -> dict[str, Any]:
+    """Sizes, backend and identity in vLLM's configuration."""
+    parallel = config.parallel_config
+    transfer, kv = getattr(config, "weight_transfer_config", None), getattr(config, "kv_transfer_config", None)
+    return {
+        "tensor_parallel_size": getattr(parallel, "tensor_parallel_size", None),
+        "pipeline_parallel_size": getattr(parallel, "pipeline_parallel_size", None),
+        "data_parallel_size": getattr(parallel, "data_parallel_size", None),
+        # Of a dense model every data-parallel engine has rank 0; only the index tells them apart.
+        "data_parallel_index": getattr(parallel, "data_parallel_index", getattr(parallel, "data_parallel_rank", None)),
+        "num_workers": getattr(parallel, "world_size", None),
+        "instance_id": getattr(config, "instance_id", None),
+        "backend": getattr(transfer, "backend", None),
+        "kv_connector": getattr(kv, "kv_connector", None),
+    }
+
+
+def has_extension(name: Any, extension: str, describe: str) -> bool:
+    """Whether the workers have our method: their extension is ours, or a subclass of it in a module that is loaded here too."""
+    if not isinstance(name, str) or not name:
+        return False
+    module, _, cls = name.rpartition(".")
+    return name == extension or callable(getattr(getattr(sys.modules.get(module), cls, None), describe, None))
+
+
+async def read(engine: Any, told: dict[str, Any], nonce: str, describe: str) -> dict[str, Any]:
+    """Add to ``told`` what only a call tells. To be run where the engine lives; never raises for anything the engine does."""
+    told["failed"] = {}
+    for key, verb in (("paused", "is_paused"), ("version", "get_weight_version")):
+        if not callable(getattr(engine, verb, None)):
+            continue
+        try:
+            told[key] = await settled(getattr(engine, verb)())
+        except Exception as error:  # noqa: BLE001 - told to whoever asks
+            told["failed"][verb] = described(error)
+    count = getattr(engine, "get_num_unfinished_requests", None)
+    told["unfinished_requests"] = count() if callable(count) else None
+    if told["extension"] and told["backend"] == "rws" and not told["failed"]:
+        try:
+            told["workers"] = list(await settled(engine.collective_rpc(describe, args=(nonce,))))
+        except Exception as error:  # noqa: BLE001 - told to whoever asks
+            told["failed"]["collective_rpc"] = described(error)
+    return told
+
+
+def at_once(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """The result of a coroutine that waits for nothing. Not `asyncio.run`, which takes the thread's event loop away."""
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        return done.value
+    coroutine.close()
+    raise RuntimeError("a synchronous engine answered with something to be awaited")
+
+
+async def settled(answer: Any) -> Any:
+    """``answer``, awaited if it is to be awaited: `AsyncLLM` is asynchronous, `LLM` is not."""
+    return await answer if inspect.isawaitable(answer) else answer
+
+
+def tell(
+    actor: Any, path: str, token: str, wait_s: float, nonce: str, required: tuple[str, ...], known: tuple[str, ...], extension: str, describe: str
+) -> dict[str, Any] | None:
+    """`look` and `read` from a thread of the actor's process: all of it, or None when the engine has not answered within ``wait_s``
+    (then `remote.poll` fetches the rest by ``token``).
+
+    Where the engine cannot be called from here the answer has no ``"failed"``: nothing was called.
+    """
+    told = look(actor, path, required, known, extension, describe)
+    if not told["found"] or not set(required) <= set(told["verbs"]):
+        return told
+    engine = source(actor, path, required)
+    if told["kind"] == "sync":
+        # Beside a request on another thread nothing of an LLM may be called.
+        return told if told["actor_is_async"] or (told["max_concurrency"] or 1) > 1 else at_once(read(engine, told, nonce, describe))
+    loop = loop_of(engine)
+    if loop is None:
+        return told
+    unanswered()[token] = asyncio.run_coroutine_threadsafe(read(engine, told, nonce, describe), loop)
+    return poll(actor, token, wait_s)
+
+
+def ray_context() -> Any:
+    """Ray's context of this process, or None where Ray is not loaded or not connected (a test without it)."""
+    ray = sys.modules.get("ray")
+    return ray.get_runtime_context() if ray is not None and ray.is_initialized() else None

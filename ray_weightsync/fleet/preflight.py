@@ -1,0 +1,105 @@
+"""Before anything changes: is every member who we think it is, able to take this plan, and in sight of the bytes?
+
+One cheap call per replica and round; a plan is sent, and judged on the workers' meta twins, once per incarnation.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ray_weightsync.config import Timeouts, is_tombstone
+from ray_weightsync.engines.resolve import inspect
+from ray_weightsync.errors import CallFailure, EngineCallError
+from ray_weightsync.fleet.replica import Replica
+from ray_weightsync.fleet.states import ReplicaEvent, ReplicaState
+from ray_weightsync.fleet.steps import StepFailed, Timeline, step
+from ray_weightsync.protocol.channel import FINISH, INIT
+from ray_weightsync.weights.plan import Plan
+
+if TYPE_CHECKING:
+    from ray_weightsync.engines.facts import EngineFacts
+
+PHASE = "preflight"
+
+
+def refusal(facts: EngineFacts) -> str | None:
+    """Why an engine cannot take part in a round that starts now, or None. Pure."""
+    if facts.kind == "client":
+        return None  # it tells nothing of itself; its own answers to the calls below are all there is
+    if not facts.in_step:
+        return f"its workers' replies are out of step with the calls ({facts.step_problem}); start a new engine in its place"
+    if facts.backend != "rws":
+        return f"its weight-transfer backend is {facts.backend!r}; start it with **ray_weightsync.vllm_engine_args()"
+    for worker in facts.workers:
+        if "weights" not in worker.resident:
+            return f"worker {worker.rank} sleeps without its weights; wake it up with tags=['weights'] first"
+        if worker.update_open:
+            return f"worker {worker.rank} has an update open that another client started; attach(..., take_over=True) flushes it"
+    return None
+
+
+async def look(replica: Replica, *, timeouts: Timeouts, timeline: Timeline) -> None:
+    """Learn the replica's facts anew, with a fresh nonce that every rank must echo.
+
+    A changed incarnation means that Ray restarted the engine behind its handle: it holds no weights of ours.
+
+    Raises:
+        StepFailed: if it cannot be asked.
+    """
+    began = time.monotonic()
+    try:
+        facts = await inspect(replica.engine, nonce=secrets.token_hex(8), limit_s=timeouts.preflight_s)
+    except EngineCallError as error:
+        (failure,) = error.failures.values()
+        raise StepFailed(PHASE, failure, timeouts.preflight_s) from error
+    finally:
+        timeline.add(replica.id, PHASE, began, time.monotonic())
+    if facts.incarnation != replica.engine.facts.incarnation:
+        replica.forget_incarnation()
+        if replica.state is not ReplicaState.JOINING:
+            replica.happen(ReplicaEvent.FAIL, error="the engine restarted; it holds no weights of this session")
+    replica.engine = replica.engine.with_facts(facts)
+    if is_tombstone(facts.version):
+        replica.fenced_by_us = True
+
+
+async def check(
+    replica: Replica, plan: Plan, *, store: str | None, probe: Mapping[str, Any] | None, timeouts: Timeouts, timeline: Timeline
+) -> None:
+    """Everything that can be asked of one replica before a round touches it.
+
+    Args:
+        replica: The replica.
+        plan: What will be sent.
+        store: Id of the snapshot store that holds the bytes, or None for a transport without one.
+        probe: The store's nonce for the ``see`` call; used once per store and incarnation.
+        timeouts: Deadlines; each call here has ``preflight_s``.
+        timeline: Where the seconds are written.
+
+    Raises:
+        StepFailed: if the replica refuses, cannot see the bytes, or does not answer.
+    """
+    await look(replica, timeouts=timeouts, timeline=timeline)
+    if replica.state is ReplicaState.QUARANTINED and any(worker.update_open for worker in replica.engine.facts.workers):
+        # Left by a round of ours that broke inside: our backend's finish completes or flushes, and never raises.
+        await step(replica, PHASE, FINISH, limit_s=timeouts.finish_s, timeline=timeline)
+        await look(replica, timeouts=timeouts, timeline=timeline)
+    if (why := refusal(replica.engine.facts)) is not None:
+        raise StepFailed(PHASE, CallFailure(message=why, kind="raised", elapsed_s=0.0), timeouts.preflight_s)
+    if store is not None and store not in replica.stores:
+        await step(
+            replica,
+            PHASE,
+            INIT,
+            {"op": "see", "transport": "host", "probe": dict(probe or {})},
+            limit_s=timeouts.preflight_s,
+            timeline=timeline,
+        )
+        replica.stores.add(store)
+    forgotten = any(plan.digest not in worker.plans for worker in replica.engine.facts.workers)
+    if forgotten or plan.digest not in replica.plans:
+        await step(replica, PHASE, INIT, {"op": "plan", "plan": plan.to_wire()}, limit_s=timeouts.preflight_s, timeline=timeline)
+        replica.plans.add(plan.digest)

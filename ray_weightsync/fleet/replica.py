@@ -1,0 +1,104 @@
+"""One engine as a member of the fleet: its state, what it holds, and the calls it has not answered yet."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ray_weightsync.config import is_tombstone
+from ray_weightsync.fleet.states import ReplicaEvent, ReplicaState, move
+from ray_weightsync.report import ReplicaStatus
+
+if TYPE_CHECKING:
+    from ray_weightsync.engines.resolve import Engine
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Replica:
+    """A fleet member. Owned by the coordinator, changed on its event loop only.
+
+    Attributes:
+        engine: The engine, its channel and the facts last learned of it.
+        state: Where it stands; changed by `happen` alone.
+        version: The label whose weights it holds, if it is known.
+        attested: Whether a round of this session proved those weights.
+        served: It was SERVING when the round in progress passed *start*; a router may go on sending (requests queue).
+        fenced_by_us: Its pause is this session's (or a dead session's, by its tombstone) and ends with its next commit.
+        plans: Digests of the plans that its preflight accepted, for its present incarnation.
+        stores: Snapshot stores whose memory it proved to see, for its present incarnation.
+        error: Why it is quarantined.
+        unanswered: Calls that missed their deadline and may still come back.
+    """
+
+    engine: Engine
+    state: ReplicaState = ReplicaState.JOINING
+    version: str | None = None
+    attested: bool = False
+    served: bool = False
+    fenced_by_us: bool = False
+    plans: set[str] = field(default_factory=set)
+    stores: set[str] = field(default_factory=set)
+    error: str | None = None
+    unanswered: set[asyncio.Future[Any]] = field(default_factory=set)
+
+    @property
+    def id(self) -> str:
+        return self.engine.id
+
+    @property
+    def log_hint(self) -> str | None:
+        """Where its log is to be found."""
+        actor_id = getattr(self.engine.ref.target, "_actor_id", None)
+        return f"ray logs actor --id {actor_id.hex()}" if actor_id is not None else None
+
+    @property
+    def serving(self) -> bool:
+        """Whether a router may send requests to it."""
+        return self.state is ReplicaState.SERVING or (self.state is ReplicaState.UPDATING and self.served)
+
+    def happen(self, event: ReplicaEvent, *, error: str | None = None) -> None:
+        """Move to the state that ``event`` leads to."""
+        before, self.state = self.state, move(self.state, event)
+        if event is ReplicaEvent.START:
+            self.served = before is ReplicaState.SERVING
+        if event in (ReplicaEvent.START, ReplicaEvent.FAIL):
+            self.attested = False
+        self.error = error if event is ReplicaEvent.FAIL else None
+        if before is not self.state:
+            logger.info("%s: %s -> %s%s", self.id, before.value, self.state.value, f" ({error})" if error else "")
+
+    def forget_incarnation(self) -> None:
+        """The engine restarted: whatever its earlier process knew or proved is gone."""
+        self.plans.clear()
+        self.stores.clear()
+        self.unanswered.clear()
+        self.version = None
+        self.attested = False
+
+    def left_unanswered(self, call: asyncio.Future[Any]) -> None:
+        """Keep a call that missed its deadline: until it comes back the engine may still act on it."""
+        self.unanswered.add(call)
+        call.add_done_callback(self._came_back)
+
+    def _came_back(self, call: asyncio.Future[Any]) -> None:
+        self.unanswered.discard(call)
+        error = None if call.cancelled() else call.exception()
+        logger.info("%s: a call that had missed its deadline came back%s", self.id, f" with {error}" if error else "")
+
+    def status(self) -> ReplicaStatus:
+        facts = self.engine.facts
+        return ReplicaStatus(
+            id=self.id,
+            state=self.state.value,
+            serving=self.serving,
+            version=None if is_tombstone(self.version) else self.version,
+            attested=self.attested,
+            incarnation=facts.incarnation,
+            node_id=facts.node_id,
+            world_size=facts.world_size,
+            error=self.error,
+        )

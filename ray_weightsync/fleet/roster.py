@@ -1,0 +1,107 @@
+"""Who is in the fleet, what it serves, and whoever wants to hear of changes. Asks no engine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from ray_weightsync.config import AdoptPolicy, is_tombstone
+from ray_weightsync.fleet.replica import Replica
+from ray_weightsync.fleet.states import ReplicaEvent, ReplicaState
+from ray_weightsync.report import FleetStatus
+
+
+class Roster:
+    """The fleet of one session.
+
+    Attributes:
+        replicas: Every member, by id, in the order of joining.
+        label: The version last committed (or adopted), None before the first.
+        ordinal: How many versions this session has committed.
+        epoch: Grows with every round; receivers refuse an older one.
+        phase: The phase of the round in progress, or ``"idle"``.
+        round_id: The round in progress, or None.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.replicas: dict[str, Replica] = {}
+        self.label: str | None = None
+        self.ordinal = 0
+        self.epoch = 0
+        self.phase = "idle"
+        self.round_id: str | None = None
+        self._history: set[str] = set()
+        self._sequence = 0
+        self._changed = asyncio.Event()
+
+    def adopt(self, replicas: list[Replica], policy: AdoptPolicy) -> None:
+        """Take engines in. If all report one version, none is paused and the policy allows, they count as serving it, unattested."""
+        facts = [replica.engine.facts for replica in replicas]
+        versions = {each.version for each in facts}
+        agreed = policy == "reported" and len(versions) == 1 and None not in versions and not any(each.paused for each in facts)
+        for replica in replicas:
+            self.replicas[replica.id] = replica
+            label = replica.engine.facts.version
+            if replica.fenced_by_us or is_tombstone(label):
+                replica.fenced_by_us = True
+                replica.happen(ReplicaEvent.FAIL, error=f"found with the label {label}: torn or not committed by an earlier session")
+            else:
+                replica.happen(ReplicaEvent.ADOPT if agreed else ReplicaEvent.INSPECT)
+                replica.version = label
+        if agreed and all(replica.state is ReplicaState.SERVING for replica in replicas):
+            (self.label,) = versions
+        self.changed()
+
+    def commit(self, label: str) -> None:
+        """A new version was committed."""
+        self.label = label
+        self.ordinal += 1
+        self._history.add(label)
+
+    def was_committed_before(self, label: str) -> bool:
+        """Whether ``label`` was committed by this session and is not the present version any more."""
+        return label in self._history and label != self.label
+
+    def next_epoch(self) -> int:
+        self.epoch += 1
+        return self.epoch
+
+    def serves(self) -> str:
+        """What the fleet serves, in words, for errors of rounds that changed nothing."""
+        return f"version {self.label} still serves" if self.label is not None else "the engines serve what they had"
+
+    def log_hints(self) -> dict[str, str | None]:
+        """Where each replica's log is to be found."""
+        return {replica.id: replica.log_hint for replica in self.replicas.values()}
+
+    def status(self) -> FleetStatus:
+        """What is known here."""
+        return FleetStatus(
+            name=self.name,
+            version=self.label,
+            ordinal=self.ordinal,
+            epoch=self.epoch,
+            phase=self.phase,
+            round_id=self.round_id,
+            replicas=tuple(replica.status() for replica in self.replicas.values()),
+            sequence=self._sequence,
+        )
+
+    def changed(self, phase: str | None = None) -> None:
+        """Tell the watchers, and begin ``phase`` if one is given."""
+        if phase is not None:
+            self.phase = phase
+        self._sequence += 1
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def watch(self, sequence: int, *, limit_s: float) -> FleetStatus:
+        """The status as soon as it is newer than ``sequence``, or as it is after ``limit_s`` seconds."""
+        deadline = time.monotonic() + limit_s
+        while self._sequence <= sequence and (left := deadline - time.monotonic()) > 0:
+            try:
+                await asyncio.wait_for(self._changed.wait(), left)
+            except TimeoutError:
+                break
+        return self.status()

@@ -1,0 +1,54 @@
+"""Single flight: one round at a time, first come first served, and nobody keeps the turn for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Literal
+
+from ray_weightsync.errors import RoundAborted
+
+Busy = Literal["wait", "raise"]
+
+
+class Turn:
+    """The right to run a round. Held under a name (the snapshot's id), so that a late release cannot free somebody else's turn."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+        self._holder: str | None = None
+        self._since = 0.0
+
+    @property
+    def holder(self) -> str | None:
+        return self._holder
+
+    async def take(self, holder: str, *, busy: Busy, limit_s: float) -> None:
+        """Wait for the turn.
+
+        Raises:
+            RoundAborted: if another round holds it and ``busy="raise"``, or if it is not free within ``limit_s`` seconds.
+        """
+        if self._lock.locked() and busy == "raise":
+            raise RoundAborted(
+                f"Nothing changed: round {self._holder} has been in progress for {time.monotonic() - self._since:.1f} s.",
+                phase="open",
+                hint="call again when it has ended, or pass busy='wait'",
+            )
+        try:
+            await asyncio.wait_for(self._lock.acquire(), limit_s)
+        except TimeoutError:
+            raise RoundAborted(
+                f"Nothing changed: round {self._holder} is still in progress.",
+                phase="open",
+                elapsed_s=limit_s,
+                limit_s=limit_s,
+                hint="see status()",
+            ) from None
+        self._holder, self._since = holder, time.monotonic()
+
+    def release(self, holder: str) -> None:
+        """Give the turn back if ``holder`` has it."""
+        if self._holder == holder:
+            self._holder = None
+            self._lock.release()

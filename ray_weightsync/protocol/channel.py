@@ -1,0 +1,70 @@
+"""The seam between a protocol call and the way it reaches one engine.
+
+A channel knows how to reach, not what to say: it never retries, never waits for another engine and holds no state of a round.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+from ray_weightsync.errors import CallFailure, UnsupportedError
+
+INIT = "init_weight_transfer_engine"
+SHUTDOWN = "shutdown_weight_transfer_engine"
+START = "start_weight_update"
+START_DRAFT = "start_draft_weight_update"
+UPDATE = "update_weights"
+FINISH = "finish_weight_update"
+PAUSE = "pause_generation"
+RESUME = "resume_generation"
+IS_PAUSED = "is_paused"
+GET_VERSION = "get_weight_version"
+SET_VERSION = "update_weight_version"
+RESET_PREFIX_CACHE = "reset_prefix_cache"
+COLLECTIVE_RPC = "collective_rpc"
+
+REQUIRED_VERBS = (INIT, START, UPDATE, FINISH)
+"""What every vLLM from 0.26 on speaks; an engine that lacks one of these is none."""
+
+KNOWN_VERBS = (
+    *REQUIRED_VERBS,
+    *(SHUTDOWN, START_DRAFT, PAUSE, RESUME, IS_PAUSED, GET_VERSION, SET_VERSION, RESET_PREFIX_CACHE, COLLECTIVE_RPC),
+)
+"""What this package may ask for; all but the required ones are missing in some engine or other."""
+
+SINCE = {GET_VERSION: "0.28", SET_VERSION: "0.28", SHUTDOWN: "0.30"}
+"""First vLLM version with an optional verb, where that is known."""
+
+
+def unsupported(verb: str, labels: tuple[str, ...], *, hint: str | None = None) -> UnsupportedError:
+    """The error for engines that do not have ``verb``; it says since which vLLM there is one."""
+    since = f" (vLLM has it since {SINCE[verb]})" if verb in SINCE else ""
+    failure = CallFailure(message=f"has no {verb}", kind="raised", elapsed_s=0.0)
+    text = f"nothing was done: {', '.join(labels)} cannot do {verb}{since}"
+    return UnsupportedError(text, failures=dict.fromkeys(labels, failure), phase=verb, replicas=labels, hint=hint)
+
+
+@runtime_checkable
+class Channel(Protocol):
+    """The control plane of one engine.
+
+    ``label`` names the engine in errors and logs.
+    """
+
+    label: str
+
+    def supports(self, verb: str) -> bool:
+        """Whether the engine has ``verb``, told without calling the engine."""
+        ...
+
+    async def call(self, verb: str, *args: Any, **kwargs: Any) -> Any:
+        """Call ``verb`` and return the engine's answer.
+
+        ``init_weight_transfer_engine`` and ``update_weights`` take one plain dict (or list of dicts, one per global worker rank);
+        the channel wraps it the way its engine expects. The other verbs take vLLM's own arguments.
+
+        Raises:
+            UnsupportedError: if the engine does not have ``verb``; nothing was sent.
+            Exception: whatever the engine answered; `died` and `words` of this channel's module read it.
+        """
+        ...

@@ -1,0 +1,101 @@
+"""Addresses and secrets of HTTP engines: what is accepted, in which one form it is kept, and what is never shown."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+from ray_weightsync.errors import ConfigError
+
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+_HOST = re.compile(r"[A-Za-z0-9._~-]+")
+
+
+@dataclass(frozen=True)
+class Secret:
+    """A string that does not show in a repr, a log or an error. It does travel in a pickle: the process that sends it needs it."""
+
+    value: str = field(repr=False)
+
+    def __str__(self) -> str:
+        return "***"
+
+
+def as_secret(name: str, value: str | None) -> Secret | None:
+    """``value`` as a bearer token.
+
+    Raises:
+        ConfigError: if it is not a string that fits into a header; the value is not repeated.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, str) or not value or not value.isascii() or not value.isprintable() or " " in value:
+        raise ConfigError(f"{name} must be None or a non-empty string of printable ASCII characters without spaces")
+    return Secret(value)
+
+
+def base_url(url: str) -> str:
+    """The one form of a server's address: scheme and host in lower case, no default port, single slashes, none at the end.
+
+    Credentials in a URL are refused rather than masked: a URL is a name here, and ends up in labels, logs and reports.
+
+    Raises:
+        ConfigError: for anything but an ``http`` or ``https`` URL with a host and, at most, a port and a path.
+    """
+    if not isinstance(url, str):
+        raise ConfigError(f"a base URL must be a string, not {type(url).__name__}")
+    if not url.isprintable() or " " in url or "\\" in url:
+        raise ConfigError(f"{_shown(url)} is not a URL: it holds white space, a backslash or a control character")
+    scheme, separator, _ = url.partition("://")
+    if not separator:
+        raise ConfigError(f"{_shown(url)} has no scheme; write http://{_shown(url, quote=False)} or https://{_shown(url, quote=False)}")
+    if scheme.lower() not in _DEFAULT_PORTS:
+        raise ConfigError(f"{_shown(url)}: the scheme must be http or https, not {scheme!r}")
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port
+    except ValueError as error:
+        raise ConfigError(f"{_shown(url)} is not a valid URL: {error}") from None
+    if parts.username is not None or parts.password is not None:
+        raise ConfigError(f"{_shown(url)} holds credentials; a URL ends up in logs, so give a token with api_key=")
+    if parts.query or parts.fragment or url.endswith(("?", "#")):
+        raise ConfigError(f"{_shown(url)} must end with its path: no query and no fragment")
+    name = _host(host, url)
+    if port == 0:
+        raise ConfigError(f"{_shown(url)}: port 0 is no address")
+    default = port is None or port == _DEFAULT_PORTS[parts.scheme]
+    path = re.sub("/+", "/", parts.path).rstrip("/")
+    return f"{parts.scheme}://{name}{'' if default else f':{port}'}{path}"
+
+
+def is_loopback(url: str) -> bool:
+    """Whether what is sent to ``url`` stays on this machine, told without asking a name server."""
+    host = urlsplit(url).hostname or ""
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return address.is_loopback or (mapped is not None and mapped.is_loopback)
+
+
+def _host(host: str, url: str) -> str:
+    if ":" in host:
+        try:
+            ipaddress.IPv6Address(host)
+        except ValueError as error:
+            raise ConfigError(f"{_shown(url)}: {error}") from None
+        return f"[{host}]"
+    if not _HOST.fullmatch(host):
+        raise ConfigError(f"{_shown(url)} has no valid host name")
+    return host
+
+
+def _shown(url: str, *, quote: bool = True) -> str:
+    """``url`` for an error message: whatever could be credentials is masked."""
+    shown = re.sub(r"(^|//)[^/]*@", r"\1***@", url)
+    return repr(shown) if quote else shown

@@ -1,0 +1,311 @@
+"""The front door: `WeightSync` attaches to engines (or spawns them) and sends weights to them.
+
+It holds no state of a round; that is the coordinator's. What it owns, it frees in `close`: the coordinator, its snapshot stores,
+and the engines it spawned itself. Engines it attached to are left running.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import ray
+from ray.actor import ActorHandle
+
+from ray_weightsync.config import (
+    AdoptPolicy,
+    CachePolicy,
+    FailurePolicy,
+    PauseMode,
+    PreflightMode,
+    Timeouts,
+    Transport,
+    as_transport,
+    require_choice,
+)
+from ray_weightsync.engines.ref import EngineLike, as_refs
+from ray_weightsync.errors import ConfigError, WeightSyncError
+from ray_weightsync.fleet.actor import answer, ask, session_name, start_coordinator
+from ray_weightsync.fleet.turns import Busy
+from ray_weightsync.fleet.values import Settings
+from ray_weightsync.report import FleetStatus, ReplicaStatus, SyncReport
+from ray_weightsync.trainer.sender import SnapshotSender, StagedWeights
+from ray_weightsync.view import FleetView
+from ray_weightsync.weights.sources import SourceLike
+
+logger = logging.getLogger(__name__)
+
+
+class EngineSpec(Protocol):
+    """What `WeightSync.spawn` takes: `TorchEngineSpec`, `VLLMEngineSpec`, or your own."""
+
+    def spawn(self, *, limit_s: float) -> list[ActorHandle[Any]]:
+        """Start the engines and return their handles when all are ready; on failure, end those already started."""
+        ...
+
+
+class WeightSync:
+    """One session: a fleet of engines that follow one trainer's weights.
+
+    Made by `attach` or `spawn`; a context manager.
+
+    Attributes:
+        name: The session's name; a `WeightSender` in another process joins by it.
+        engines: What was attached, in order: actor handles where the engines are actors, else the targets as given.
+        coordinator: Handle of the coordinator actor.
+    """
+
+    name: str
+    engines: tuple[Any, ...]
+    coordinator: ActorHandle[Any]
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        coordinator: ActorHandle[Any],
+        engines: Sequence[Any],
+        trainers: Sequence[ActorHandle[Any]],
+        settings: Settings,
+        spawned: Sequence[ActorHandle[Any]] = (),
+    ) -> None:
+        self.name = name
+        self.coordinator = coordinator
+        self.engines = tuple(engines)
+        self._trainers = tuple(trainers)
+        self._settings = settings
+        self._spawned = tuple(spawned)
+        self._sender: SnapshotSender | None = None
+        self._closed = False
+
+    @classmethod
+    def attach(
+        cls,
+        engines: Sequence[EngineLike],
+        *,
+        trainers: Sequence[ActorHandle[Any]] = (),
+        name: str | None = None,
+        transport: Transport | str = "auto",
+        pause: PauseMode = "keep",
+        cache: CachePolicy = "recompute",
+        preflight: PreflightMode = "structural",
+        adopt: AdoptPolicy = "reported",
+        on_failure: FailurePolicy | None = None,
+        timeouts: Timeouts | None = None,
+        take_over: bool = False,
+    ) -> WeightSync:
+        """Attach to engines that run already. They are asked, not changed.
+
+        Args:
+            engines: Actor handles, actor names, URLs, `EngineRef`s or wire clients.
+            trainers: At most one trainer actor with `TrainerMixin`; without one, this process sends.
+            name: The session's name; a fresh one by default.
+            transport: ``"auto"``, ``"host"`` or a `Host`.
+            pause: What a round does to requests in flight: ``"keep"`` freezes them, ``"wait"`` lets them end, ``"abort"`` ends them.
+            cache: What becomes of KV computed with the old weights: ``"recompute"`` drops it, ``"keep"`` keeps it,
+                ``"salt"`` leaves it to requests salted with `FleetView.cache_salt`.
+            preflight: ``"structural"``: every plan is judged on a meta twin of the model before anything changes.
+            adopt: ``"reported"``: engines that agree on a version and run count as serving it, unattested; ``"never"``: none does.
+            on_failure: What happens to replicas that fail after *start*.
+            timeouts: The deadlines.
+            take_over: Flush a weight update that another client left open.
+
+        Raises:
+            ConfigError: for a wrong argument.
+            AttachError: if an engine cannot be attached; all were left as found.
+            SessionConflict: if a session of that name is running.
+        """
+        refs = as_refs(engines)
+        settings = Settings(
+            transport=as_transport(transport),
+            transport_reason="asked for" if transport != "auto" else "auto: trainer and engines share a node's memory",
+            pause=pause,
+            cache=cache,
+            on_failure=on_failure if on_failure is not None else FailurePolicy(),
+            timeouts=timeouts if timeouts is not None else Timeouts(),
+            adopt=adopt,
+        )
+        require_choice("pause", pause, ("keep", "wait", "abort"))
+        require_choice("cache", cache, ("recompute", "keep", "salt"))
+        require_choice("preflight", preflight, ("structural",))
+        require_choice("adopt", adopt, ("reported", "never"))
+        if not isinstance(settings.on_failure, FailurePolicy) or not isinstance(settings.timeouts, Timeouts):
+            raise ConfigError("on_failure must be a FailurePolicy and timeouts a Timeouts")
+        if settings.on_failure.after_start != "quarantine":
+            raise ConfigError("FailurePolicy.after_start='all_or_none' is not available in this version")
+        if len(trainers) > 1:
+            raise ConfigError(f"{len(trainers)} trainers given; this version takes one (gather there) or none (this process sends)")
+        for trainer in trainers:
+            if not hasattr(trainer, "rws_send_weights"):
+                raise ConfigError(f"{trainer!r} is no trainer: its class lacks TrainerMixin")
+        if not ray.is_initialized():
+            raise ConfigError("Ray is not initialised in this process; call ray.init() first")
+        chosen = session_name(name)
+        coordinator = start_coordinator(chosen, settings)
+        session = cls(name=chosen, coordinator=coordinator, engines=[ref.target for ref in refs], trainers=trainers, settings=settings)
+        try:
+            status: FleetStatus = ask(
+                coordinator, "attach", refs, take_over, limit_s=settings.timeouts.connect_s + 3 * settings.timeouts.attach_s
+            )
+        except BaseException:
+            session.close()
+            raise
+        logger.info("attached %s", status)
+        return session
+
+    @classmethod
+    def spawn(cls, spec: EngineSpec, **options: Any) -> WeightSync:
+        """Start engines and attach to them; they end with the session.
+
+        Args:
+            spec: A `TorchEngineSpec` or `VLLMEngineSpec`.
+            options: Keyword arguments of `attach`.
+        """
+        timeouts = options.get("timeouts") or Timeouts()
+        if not callable(getattr(spec, "spawn", None)):
+            raise ConfigError(f"spawn takes a TorchEngineSpec or a VLLMEngineSpec, not {type(spec).__name__}")
+        if not ray.is_initialized():
+            raise ConfigError("Ray is not initialised in this process; call ray.init() first")
+        handles = spec.spawn(limit_s=timeouts.heal_s)
+        try:
+            session = cls.attach(handles, **options)
+        except BaseException:
+            for handle in handles:
+                ray.kill(handle)
+            raise
+        session._spawned = tuple(handles)
+        return session
+
+    # --- sending ------------------------------------------------------------------------------------------------------------
+
+    def send_weights(
+        self,
+        source: SourceLike | None = None,
+        *,
+        version: int | str,
+        busy: Busy = "wait",
+    ) -> SyncReport:
+        """Bring every serving replica to ``version``, or say in the type of the error what holds now.
+
+        Args:
+            source: A module, a state dict or a `WeightSource`; None when a trainer actor was attached.
+            version: Unique within the session. The same version with the same bytes is a repeat and does nothing.
+            busy: ``"wait"`` for a round in progress, or ``"raise"``.
+
+        Raises:
+            ConfigError: for a wrong argument, or a source that is not what it declares.
+            RoundAborted: nothing changed; the old version serves everywhere.
+            ReplicasLost: the new version serves on the rest; the lost ones are fenced.
+            FleetTorn: no replica may serve until a complete round.
+        """
+        if self._trainers:
+            report: SyncReport = self._through_trainer("send", source, version, busy)
+            return report
+        return self._any_sender().send(_given(source), version=version, busy=busy)
+
+    async def asend_weights(
+        self,
+        source: SourceLike | None = None,
+        *,
+        version: int | str,
+        busy: Busy = "wait",
+    ) -> SyncReport:
+        """`send_weights` for callers on an event loop; the work is done on a thread."""
+        return await asyncio.to_thread(self.send_weights, source, version=version, busy=busy)
+
+    def stage_weights(
+        self,
+        source: SourceLike | None = None,
+        *,
+        version: int | str,
+        busy: Busy = "wait",
+    ) -> StagedWeights:
+        """Seal a snapshot of the weights as they are now; when this returns, the trainer may go on. No engine is paused.
+
+        Raises:
+            ConfigError, RoundAborted: as of `send_weights`.
+        """
+        if self._trainers:
+            staged: StagedWeights = self._through_trainer("stage", source, version, busy)
+            return staged
+        return self._any_sender().stage(_given(source), version=version, busy=busy)
+
+    def commit_weights(self, staged: StagedWeights) -> SyncReport:
+        """Bring every serving replica to staged weights. Errors as of `send_weights`."""
+        return self._any_sender().commit(staged)
+
+    def _any_sender(self) -> SnapshotSender:
+        self._require_open()
+        if self._sender is None:
+            self._sender = SnapshotSender(self.name, self.coordinator, timeouts=self._settings.timeouts)
+        return self._sender
+
+    def _through_trainer(self, what: str, source: object, version: int | str, busy: Busy) -> Any:
+        self._require_open()
+        if source is not None:
+            raise ConfigError("this session sends what its trainer actor's weight_source() returns; do not pass a source")
+        method = getattr(self._trainers[0], f"rws_{what}_weights")
+        ref = method.remote(self.name, self.coordinator, self._settings.timeouts, version, busy)
+        # How long the trainer is busy with its own work before is not ours to bound; its death ends the wait.
+        while not ray.wait([ref], timeout=self._settings.timeouts.warn_every_s)[0]:
+            logger.info("waiting for the trainer to %s version %s", what, version)
+        return answer(ref, what, limit_s=self._settings.timeouts.status_s)
+
+    # --- looking ------------------------------------------------------------------------------------------------------------
+
+    def status(self) -> FleetStatus:
+        """What the coordinator knows, at once, also during a round; no engine is asked."""
+        self._require_open()
+        status: FleetStatus = ask(self.coordinator, "status", limit_s=self._settings.timeouts.status_s)
+        return status
+
+    def serving(self) -> tuple[ReplicaStatus, ...]:
+        """The replicas that a router may send requests to."""
+        return tuple(replica for replica in self.status().replicas if replica.serving)
+
+    def view(self) -> FleetView:
+        """A local, picklable view of the fleet for routers and rollout workers."""
+        self._require_open()
+        return FleetView(self.coordinator, self.status(), timeouts=self._settings.timeouts)
+
+    # --- ends ---------------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the session and free what it owns. Engines that were attached go on with the weights they have. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        timeouts = self._settings.timeouts
+        try:
+            if self._sender is not None:
+                self._sender.close()
+            for trainer in self._trainers:
+                trainer.rws_close.remote(self.name)
+            ask(self.coordinator, "close", limit_s=timeouts.heal_s + timeouts.commit_s)
+        except WeightSyncError as error:
+            logger.warning("the coordinator of %s did not close cleanly (its stores' janitors free shared memory): %s", self.name, error)
+        finally:
+            ray.kill(self.coordinator)
+            for handle in self._spawned:
+                ray.kill(handle)
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ConfigError(f"session {self.name} is closed")
+
+    def __enter__(self) -> WeightSync:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"WeightSync(name={self.name!r}, engines={len(self.engines)}{', closed' if self._closed else ''})"
+
+
+def _given(source: SourceLike | None) -> SourceLike:
+    if source is None:
+        raise ConfigError("send_weights needs a source: a module, a state dict or a WeightSource (or attach(..., trainers=[actor]))")
+    return source

@@ -1,0 +1,48 @@
+"""Trainer actors that a session drives from the job script."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray.actor import ActorHandle
+
+from ray_weightsync.config import Timeouts
+from ray_weightsync.errors import ConfigError
+from ray_weightsync.fleet.turns import Busy
+from ray_weightsync.report import SyncReport
+from ray_weightsync.trainer.sender import SnapshotSender, StagedWeights
+
+
+class TrainerMixin:
+    """For trainer actor classes: define `weight_source`, and the session may ask the actor to send.
+
+    A call waits for its turn behind the actor's other methods, so what is sent is the state between two of them.
+    """
+
+    def weight_source(self) -> Any:
+        """The weights to send: a module, a state dict or a `WeightSource`. Asked once a round."""
+        raise ConfigError(f"{type(self).__name__} must define weight_source()")
+
+    def rws_send_weights(
+        self, session: str, coordinator: ActorHandle[Any], timeouts: Timeouts, version: int | str, busy: Busy
+    ) -> SyncReport:
+        """Called by the session: send what `weight_source` returns."""
+        return self._rws_sender(session, coordinator, timeouts).send(self.weight_source(), version=version, busy=busy)
+
+    def rws_stage_weights(
+        self, session: str, coordinator: ActorHandle[Any], timeouts: Timeouts, version: int | str, busy: Busy
+    ) -> StagedWeights:
+        """Called by the session: stage what `weight_source` returns."""
+        return self._rws_sender(session, coordinator, timeouts).stage(self.weight_source(), version=version, busy=busy)
+
+    def rws_close(self, session: str) -> None:
+        """Called by the session when it closes: unmap its slots."""
+        sender = self.__dict__.get("_rws_senders", {}).pop(session, None)
+        if sender is not None:
+            sender.close()
+
+    def _rws_sender(self, session: str, coordinator: ActorHandle[Any], timeouts: Timeouts) -> SnapshotSender:
+        senders: dict[str, SnapshotSender] = self.__dict__.setdefault("_rws_senders", {})
+        if session not in senders:
+            senders[session] = SnapshotSender(session, coordinator, timeouts=timeouts)
+        return senders[session]

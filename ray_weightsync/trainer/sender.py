@@ -1,0 +1,231 @@
+"""How a trainer's weights get into a snapshot, and the snapshot to the fleet.
+
+::
+
+    trainer      metadata -> plan -> open ........ pack, digest ......... seal+commit .............. report
+    coordinator              |-> allot, preflight (while the sender packs)  |-> pause, update, commit, resume
+    with overlap             |-> preflight, pause, start, update (while the sender packs) .. seal -> outcome, commit, resume
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+
+from ray_weightsync.config import Timeouts, version_label
+from ray_weightsync.errors import ConfigError, RoundAborted, WeightSyncError
+from ray_weightsync.fleet.actor import answer, ask, find_coordinator
+from ray_weightsync.fleet.turns import Busy
+from ray_weightsync.fleet.values import Sealed, Settings, Ticket
+from ray_weightsync.report import SyncReport
+from ray_weightsync.transports.host.writer import SlotWriter
+from ray_weightsync.weights.plan import Plan
+from ray_weightsync.weights.sources import SourceLike, WeightSource, as_source
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedWeights:
+    """A sealed snapshot that no engine has seen yet.
+
+    Attributes:
+        session: Name of the session it belongs to.
+        snapshot: The snapshot's id.
+        version: The version it will be committed under.
+        weights_digest: Digest of its bytes; equals ``weights_digest(source)``.
+        num_bytes: Bytes of weights.
+        stage_s: Seconds the trainer was blocked.
+    """
+
+    session: str
+    snapshot: str
+    version: int | str
+    weights_digest: str
+    num_bytes: int
+    stage_s: float
+
+
+class SnapshotSender:
+    """One process's way to the coordinator: packs sources into snapshots. Keeps the slots mapped from round to round.
+
+    Args:
+        session: The session's name.
+        coordinator: Its coordinator.
+        timeouts: The session's deadlines; every wait here is longer than the coordinator's own for the same thing.
+    """
+
+    def __init__(self, session: str, coordinator: ActorHandle[Any], *, timeouts: Timeouts) -> None:
+        self._session = session
+        self._coordinator = coordinator
+        self._timeouts = timeouts
+        self._writer = SlotWriter()
+        self._plans: dict[tuple[Any, ...], Plan] = {}
+        self._sent_plans: set[str] = set()
+
+    def send(self, source: SourceLike, *, version: int | str, busy: Busy = "wait") -> SyncReport:
+        """Stage and commit; the turn is kept in between."""
+        began = time.monotonic()
+        weights, plan, ticket = self._open(source, version, busy)
+        pending: Any = None
+        if ticket.address["overlap"]:
+            pending = self._coordinator.commit.remote(ticket.snapshot, None, True)
+        sealed = self._pack(weights, plan, ticket, began, pending)
+        if pending is None:
+            pending = self._coordinator.commit.remote(ticket.snapshot, sealed, True)
+        else:
+            ask(self._coordinator, "seal", ticket.snapshot, sealed, True, limit_s=self._round_s(plan.num_bytes))
+        report: SyncReport = answer(pending, "commit", limit_s=self._round_s(plan.num_bytes))
+        return self._told(report, sealed.stage_s)
+
+    def stage(self, source: SourceLike, *, version: int | str, busy: Busy = "wait") -> StagedWeights:
+        """Return when the snapshot is sealed and no replica refused it: the trainer may go on."""
+        began = time.monotonic()
+        weights, plan, ticket = self._open(source, version, busy)
+        sealed = self._pack(weights, plan, ticket, began, None)
+        ask(self._coordinator, "seal", ticket.snapshot, sealed, False, limit_s=self._round_s(plan.num_bytes))
+        return StagedWeights(
+            session=self._session,
+            snapshot=ticket.snapshot,
+            version=version,
+            weights_digest=sealed.digest,
+            num_bytes=sealed.num_bytes,
+            stage_s=time.monotonic() - began,
+        )
+
+    def commit(self, staged: StagedWeights) -> SyncReport:
+        """Bring the fleet to a staged snapshot."""
+        if not isinstance(staged, StagedWeights):
+            raise ConfigError(f"commit_weights takes what stage_weights returned, not {type(staged).__name__}")
+        if staged.session != self._session:
+            raise ConfigError(f"these weights were staged in session {staged.session!r}, not in {self._session!r}")
+        # It may have to wait for the round of another sender first.
+        limit_s = self._timeouts.staging_s(staged.num_bytes) + 2 * self._round_s(staged.num_bytes)
+        report: SyncReport = ask(self._coordinator, "commit", staged.snapshot, None, False, limit_s=limit_s)
+        return self._told(report, staged.stage_s)
+
+    def close(self) -> None:
+        """Unmap the slots. Idempotent."""
+        self._writer.close()
+
+    def _open(self, source: SourceLike, version: int | str, busy: Busy) -> tuple[WeightSource, Plan, Ticket]:
+        version_label(version)
+        if busy not in ("wait", "raise"):
+            raise ConfigError(f"busy must be 'wait' or 'raise', not {busy!r}")
+        weights = as_source(source)
+        plan = self._plan(weights)
+        node_id = ray.get_runtime_context().get_node_id()
+        # It may have to wait for the round of another sender first.
+        open_snapshot = partial(
+            ask, self._coordinator, "open_snapshot", limit_s=2 * (self._timeouts.staging_s(plan.num_bytes) + self._round_s(plan.num_bytes))
+        )
+        ticket = open_snapshot(version, plan.digest, None if plan.digest in self._sent_plans else plan.to_wire(), node_id, busy)
+        if ticket is None:  # the coordinator forgot this plan among others, or is a successor
+            ticket = open_snapshot(version, plan.digest, plan.to_wire(), node_id, busy)
+        self._sent_plans.add(plan.digest)
+        return weights, plan, ticket
+
+    def _round_s(self, num_bytes: int) -> float:
+        return self._timeouts.round_s(num_bytes) + self._timeouts.status_s
+
+    def _plan(self, source: WeightSource) -> Plan:
+        """The plan of what the source declares; the last one again if nothing changed (37,000 tensors take a while to lay out)."""
+        metadata = source.metadata()
+        key = tuple((each.name, each.dtype, tuple(each.shape)) for each in metadata)
+        if key not in self._plans:
+            self._plans = {key: Plan.from_metadata(metadata)}
+        return self._plans[key]
+
+    def _pack(self, source: WeightSource, plan: Plan, ticket: Ticket, began: float, pending: Any) -> Sealed:
+        try:
+            packed = self._writer.write(ticket.address, plan, source, progress_bytes=ticket.progress_bytes)
+        except BaseException as error:
+            why = f"{type(error).__name__}: {error}"
+            ask(
+                self._coordinator,
+                "abandon",
+                ticket.snapshot,
+                f"the sender could not stage the weights: {why}",
+                limit_s=self._timeouts.connect_s,
+            )
+            if pending is not None:
+                answer(
+                    pending, "commit", limit_s=self._round_s(plan.num_bytes)
+                )  # engines were at it already: its error says what holds now
+            if isinstance(error, WeightSyncError) or not isinstance(error, Exception):
+                raise
+            raise RoundAborted(
+                "Nothing changed: no engine was touched. The weights could not be staged.",
+                phase="stage",
+                engine_message=why,
+                hint="mend the source and call again",
+            ) from error
+        return Sealed(digest=packed.digest, num_bytes=packed.num_bytes, num_tensors=packed.num_tensors, stage_s=time.monotonic() - began)
+
+    def _told(self, report: SyncReport, blocked_s: float) -> SyncReport:
+        report = dataclasses.replace(report, trainer_blocked_s=blocked_s)
+        logger.info("%s", report.line())
+        return report
+
+
+class WeightSender:
+    """A trainer that is a rank of its own: it joins a running session by name and sends from its own process.
+
+    Args:
+        name: The session's name.
+        source: A module, a state dict or a `WeightSource`.
+        rank: This trainer's rank; rank 0 sends.
+        world_size: Number of trainer ranks.
+        process_group: The ranks' CPU process group, when there are several.
+
+    Raises:
+        ConfigError: for a rank outside ``0 .. world_size - 1``, or more than one rank (not available in this version).
+        AttachError: if no session of that name is running.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        source: SourceLike,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        process_group: object | None = None,
+    ) -> None:
+        if not 0 <= rank < world_size:
+            raise ConfigError(f"rank must be in 0 .. world_size - 1 = {world_size - 1}, not {rank}")
+        if world_size != 1 or process_group is not None:
+            raise ConfigError("a WeightSender of more than one rank is not available in this version: gather on rank 0 and send from there")
+        self._source = as_source(source)
+        coordinator = find_coordinator(name)
+        settings: Settings = ask(coordinator, "settings", limit_s=Timeouts().connect_s)
+        self._sender = SnapshotSender(name, coordinator, timeouts=settings.timeouts)
+
+    def send_weights(self, *, version: int | str, busy: Busy = "wait") -> SyncReport:
+        """Bring every serving replica to ``version``. Errors as of `WeightSync.send_weights`."""
+        return self._sender.send(self._source, version=version, busy=busy)
+
+    def stage_weights(self, *, version: int | str, busy: Busy = "wait") -> StagedWeights:
+        """Seal a snapshot of the weights as they are now; the trainer may then go on."""
+        return self._sender.stage(self._source, version=version, busy=busy)
+
+    def commit_weights(self, staged: StagedWeights) -> SyncReport:
+        """Bring every serving replica to staged weights."""
+        return self._sender.commit(staged)
+
+    def close(self) -> None:
+        """Let go of shared memory. The session goes on. Idempotent."""
+        self._sender.close()
+
+    def __enter__(self) -> WeightSender:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

@@ -1,0 +1,140 @@
+"""The trainer's end: fills a slot that the store gave it, and says in the header how far it got.
+
+It creates, seals and unlinks nothing. While it writes it holds the slot's lease, so that a slot whose writer is late is never given to
+another snapshot under its hands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from ray_weightsync.transports.host.layout import (
+    HEADER_BYTES,
+    FileState,
+    HeaderPage,
+    SlotAddress,
+    SlotError,
+    check_address,
+    lease,
+    open_slot_file,
+)
+from ray_weightsync.weights.packing import Packed, pack
+from ray_weightsync.weights.plan import Plan
+
+_MADV_POPULATE_READ = 22  # Linux 5.14; the mmap module names it from Python 3.14 on
+
+
+class _MappedSlot:
+    """A slot's file, open and mapped for writing."""
+
+    def __init__(self, fd: int, address: SlotAddress) -> None:
+        self.fd = fd
+        self._map = mmap.mmap(fd, HEADER_BYTES + address["num_bytes"])
+        try:
+            # Reading a shared page in maps sixteen at once, and writably; the first writes would fault them in one by one, at three
+            # times the cost. Older kernels do not know the advice, and need not.
+            self._map.madvise(_MADV_POPULATE_READ)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                self._map.close()
+                raise
+        self.header = HeaderPage(self._map)
+        self.payload = torch.frombuffer(self._map, dtype=torch.uint8)[HEADER_BYTES:]
+
+    def close(self) -> None:
+        self.header.close()
+        del self.payload, self._map  # unmapped with the last reference: an error's traceback may still hold a view
+        os.close(self.fd)
+
+
+class SlotWriter:
+    """Writes snapshots into slots, one at a time. Keeps the maps of slots it knows, as mapping anew costs more than copying.
+
+    A context manager. Not for several threads at once.
+    """
+
+    def __init__(self) -> None:
+        self._mapped: dict[tuple[str, str], _MappedSlot] = {}
+
+    def write(self, address: Mapping[str, Any], plan: Plan, pairs: Iterable[tuple[str, torch.Tensor]], *, progress_bytes: int) -> Packed:
+        """Pack ``pairs`` into the slot.
+
+        Args:
+            address: The slot, as the store's ``open_slot`` named it.
+            plan: What is written, in which order and where.
+            pairs: ``(name, tensor)`` of the plan, in its order.
+            progress_bytes: How often receivers that read behind the watermark see progress, in bytes. At least 1.
+
+        Returns:
+            What was packed; its digest is what the store seals the slot with.
+
+        Raises:
+            SlotError: if the address is not valid or not of this plan, or the slot is not, or no longer, this snapshot's.
+            ConfigError: if ``pairs`` disagrees with the plan.
+            OSError: if the slot cannot be opened or mapped.
+            Exception: whatever ``pairs`` raises. The slot stays unsealed: the store is to discard it.
+        """
+        at = check_address(address)
+        if at["plan"] != plan.digest or at["num_bytes"] != plan.num_bytes:
+            raise SlotError(f"slot {at['name']} was opened for plan {at['plan']}, not for {plan.digest} ({plan.num_bytes} bytes)")
+        self._forget_unlinked()
+        with self._leased(at) as slot:
+            header = slot.header.read()
+            header.check_against(at)
+            if header.state is not FileState.WRITING or header.watermark:
+                raise SlotError(
+                    f"slot {at['name']} cannot be written: it is {header.state.name}, {header.watermark} bytes were written before"
+                )
+
+            def progress(num_bytes: int) -> None:
+                if slot.header.state != FileState.WRITING:
+                    raise SlotError(f"snapshot {at['snapshot']} was given up by its store while it was being written")
+                slot.header.watermark = num_bytes
+
+            return pack(pairs, plan, slot.payload, on_progress=progress, progress_bytes=progress_bytes)
+
+    def close(self) -> None:
+        """Unmap everything. Idempotent."""
+        while self._mapped:
+            self._mapped.popitem()[1].close()
+
+    def __enter__(self) -> SlotWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    @contextlib.contextmanager
+    def _leased(self, address: SlotAddress) -> Iterator[_MappedSlot]:
+        key = (address["directory"], address["name"])
+        slot = self._mapped.get(key)
+        if slot is None:
+            fd = open_slot_file(address, writable=True)
+            try:
+                slot = _MappedSlot(fd, address)
+            except BaseException:
+                os.close(fd)
+                raise
+            self._mapped[key] = slot
+        else:
+            lease(slot.fd, address)
+        try:
+            yield slot
+        finally:
+            fcntl.flock(slot.fd, fcntl.LOCK_UN)
+
+    def _forget_unlinked(self) -> None:
+        # Their names never come back, and a map of ours would keep their memory.
+        for key, slot in list(self._mapped.items()):
+            if os.fstat(slot.fd).st_nlink == 0:
+                del self._mapped[key]
+                slot.close()

@@ -1,0 +1,116 @@
+"""The payload: tensors laid end to end as a plan says. `pack` writes one, `view` reads a tensor out of it without copying.
+
+Tensors start at multiples of `ALIGN` bytes; the padding between them is zero, so equal weights make equal payloads, and is not part
+of the digest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from ray_weightsync.config import Host
+from ray_weightsync.errors import ConfigError
+from ray_weightsync.weights.copying import copy_hashed
+from ray_weightsync.weights.digest import WeightsDigest, check_payload
+from ray_weightsync.weights.plan import ALIGN, Plan, TensorSpec
+from ray_weightsync.weights.source_base import checked
+
+__all__ = ["ALIGN", "Packed", "pack", "view"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packed:
+    """What a packed payload holds.
+
+    Attributes:
+        digest: The weights digest, 32 hex digits.
+        num_bytes: Bytes of weights, without padding.
+        num_tensors: Number of tensors.
+    """
+
+    digest: str
+    num_bytes: int
+    num_tensors: int
+
+
+def view(raw: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """The tensor ``spec`` inside the payload ``raw``, sharing its memory.
+
+    Args:
+        raw: One-dimensional uint8 tensor on any device, whose first byte is the payload's, at a storage offset that is a multiple
+            of the dtype's size.
+        spec: A tensor of the payload's plan.
+
+    Raises:
+        ConfigError: if the payload ends before the tensor does.
+    """
+    stop = spec.offset + spec.nbytes
+    if stop > raw.numel():
+        raise ConfigError(f"tensor {spec.name!r} ends at byte {stop} of a payload that has only {raw.numel()}")
+    return raw[spec.offset : stop].view(spec.torch_dtype).view(spec.shape)
+
+
+def pack(
+    pairs: Iterable[tuple[str, torch.Tensor]],
+    plan: Plan,
+    out: torch.Tensor,
+    *,
+    on_progress: Callable[[int], None] | None = None,
+    progress_bytes: int = Host.bucket_bytes,
+) -> Packed:
+    """Copy what ``pairs`` yields into ``out``, once, and digest it on the way.
+
+    ``pairs`` (a source is one) is checked against ``plan`` as bytes flow. After an error ``out`` holds part of the new weights.
+
+    Args:
+        pairs: ``(name, tensor)`` in plan order; tensors of any layout, on any device.
+        plan: What ``pairs`` declared.
+        out: One-dimensional, contiguous uint8 CPU tensor of at least ``plan.num_bytes`` bytes. What lies beyond is not touched.
+        on_progress: Called with n when the first n bytes of the payload will not change any more: whenever another
+            ``progress_bytes`` are complete, also within a tensor that is larger, and with ``plan.num_bytes`` at the end.
+        progress_bytes: At least 1.
+
+    Raises:
+        ConfigError: naming the tensor, if iteration disagrees with the plan; or if ``out`` or ``progress_bytes`` is unfit.
+    """
+    check_payload(out, plan)
+    if isinstance(progress_bytes, bool) or not isinstance(progress_bytes, int) or progress_bytes < 1:
+        raise ConfigError(f"progress_bytes must be an int of at least 1, not {progress_bytes!r}")
+    progress = _Progress(on_progress, progress_bytes)
+    payload = out.numpy().data
+    zeros = bytes(ALIGN)
+    digest = WeightsDigest(plan)
+    for spec, tensor in checked(pairs, plan):
+        start, stop, end = spec.offset, spec.offset + spec.nbytes, spec.end
+        within = progress.starting_at(start) if spec.nbytes > progress_bytes else None
+        digest.add(copy_hashed(tensor, payload[start:stop], within))
+        if stop < end:
+            payload[stop:end] = zeros[: end - stop]
+        progress.reach(end)
+    progress.finish(plan.num_bytes)
+    return Packed(digest=digest.hexdigest(), num_bytes=plan.weight_bytes, num_tensors=len(plan.tensors))
+
+
+class _Progress:
+    """Thins a growing position out to one call per ``step`` bytes."""
+
+    def __init__(self, callback: Callable[[int], None] | None, step: int) -> None:
+        self._callback = callback
+        self._step = step
+        self._told = 0
+
+    def starting_at(self, offset: int) -> Callable[[int], None] | None:
+        """For `copy_hashed`: reach ``offset + n``. None when nobody listens."""
+        return None if self._callback is None else lambda num_bytes: self.reach(offset + num_bytes)
+
+    def reach(self, position: int) -> None:
+        if self._callback is not None and position - self._told >= self._step:
+            self._told = position
+            self._callback(position)
+
+    def finish(self, position: int) -> None:
+        if self._callback is not None and (position != self._told or position == 0):
+            self._callback(position)

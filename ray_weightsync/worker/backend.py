@@ -1,0 +1,169 @@
+"""The ``"rws"`` weight-transfer backend: a `WorkerUpdates` inside each of vLLM's workers.
+
+It owns the translation between vLLM's ``WeightTransferEngine`` and `WorkerUpdates`, and nothing of what they do. Which
+receivers there are is said by `ray_weightsync.engines.plugin`, which also registers it. Works with vLLM 0.28 to 0.32.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.distributed.parallel_state import get_world_group
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+
+from ray_weightsync.weights.plan import Plan
+from ray_weightsync.worker.agreement import over_world_group
+from ray_weightsync.worker.receiver import Receiver
+from ray_weightsync.worker.reload import LayerwiseReload
+from ray_weightsync.worker.twin import check_on_twin
+from ray_weightsync.worker.updates import RESIDENT, WorkerUpdates
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is not typed for us
+    """An ``init_weight_transfer_engine`` payload as it came; `WorkerUpdates.init` reads it."""
+
+    payload: Any
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """An ``update_weights`` payload as it came; `WorkerUpdates.update` reads it."""
+
+    payload: Any
+
+
+class RwsBackend(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
+    """One worker's end of every transport. Subclasses say what it can receive from.
+
+    Only `init_transfer_engine` raises, on the last rank alone; see `ray_weightsync.worker.updates` for why.
+    """
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update: ClassVar[bool] = False
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self.updates = WorkerUpdates(
+            VLLMModel(vllm_config, device, model), over_world_group(get_world_group()), self.receivers(), resident=resident
+        )
+
+    def receivers(self) -> Mapping[str, Receiver]:
+        """This worker's receivers by their transport's name on the wire."""
+        raise NotImplementedError
+
+    def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo:
+        """Take anything: a complaint raised here would come from every rank at once, and leave all but the first reply unread."""
+        return InitInfo(payload=init_dict)
+
+    def parse_update_info(self, update_dict: dict[str, Any]) -> UpdateInfo:
+        """Take anything; what is wrong with it is recorded."""
+        return UpdateInfo(payload=update_dict)
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Carry out one op; see `WorkerUpdates.init`.
+
+        Raises:
+            ValueError: on the last rank, with the words of every rank that complains.
+        """
+        self.updates.init(init_info.payload)
+
+    def start_weight_update(self) -> None:
+        """Open a session. Never raises."""
+        self.updates.start()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Receive and load. Never raises. (The base class would synchronise an accelerator here, which fails where there is none.)"""
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Receive and load. Never raises."""
+        self.updates.update(update_info.payload)
+
+    def finish_weight_update(self) -> None:
+        """Close the session, complete or flushed. Never raises."""
+        self.updates.finish()
+
+    def shutdown(self) -> None:
+        """Release what the receivers hold; the engine stays usable."""
+        self.updates.close()
+
+
+class VLLMModel:
+    """The way into the model of one vLLM worker: a `ModelLoader` of `ray_weightsync.worker.updates`."""
+
+    def __init__(self, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+        self._vllm_config = vllm_config
+        self._device = device
+        self._model: Any = model
+        self._reload = LayerwiseReload(model, vllm_config.model_config)
+        self._loaded = False
+        self._unjudged: list[str] = []
+
+    def check(self, plan: Plan) -> list[str]:
+        """What speaks against loading ``plan`` here, judged on a meta twin."""
+        self._unjudged = []
+        if plan.target != "main":
+            return [f"this engine's backend updates the main model only, not {plan.target!r}"]
+        # vLLM sets its config around start, update and finish, but not around this call; some loaders read it.
+        with set_current_vllm_config(self._vllm_config), _without_mtp_check():
+            verdict = check_on_twin(self._model, plan)
+        self._unjudged = list(verdict.unjudged)
+        return list(verdict.problems)
+
+    def unjudged(self) -> list[str]:
+        """What the latest check could not judge."""
+        return list(self._unjudged)
+
+    def start(self) -> None:
+        """Open a reload session."""
+        self._loaded = False
+        self._reload.start()
+
+    def load(self, pairs: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Hand ``pairs`` to the model's own ``load_weights``."""
+        with _without_mtp_check():
+            self._model.load_weights(pairs)
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize()  # copies to a device are asynchronous; their errors belong to this update
+        self._loaded = True
+
+    def finish(self) -> None:
+        """Complete what was loaded as a whole; flush what was not."""
+        loaded, self._loaded = self._loaded, False
+        if loaded:
+            self._reload.finish()
+        else:
+            self._reload.flush()
+
+
+def _without_mtp_check() -> AbstractContextManager[None]:
+    """vLLM's own backends load under this: a multi-token-prediction head is complete only with the last chunk. (0.31 and later.)"""
+    try:
+        from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+    except ImportError:  # this version does not check
+        return nullcontext()
+    context: AbstractContextManager[None] = disable_mtp_completeness_check()
+    return context
+
+
+def resident() -> Sequence[str]:
+    """Which of ``"weights"`` and ``"kv_cache"`` are in memory, as vLLM's sleep mode has left them.
+
+    From outside, a sleeping engine and a paused one look alike; the allocator of sleep mode knows. It exists only where it
+    was used, so it is looked for among the modules already imported (it cannot be imported without CUDA).
+    """
+    asleep: set[str] = set()
+    for module, name in (("vllm.device_allocator.cumem", "CuMemAllocator"), ("vllm.device_allocator.xpumem", "XpuMemAllocator")):
+        allocator = getattr(getattr(sys.modules.get(module), name, None), "instance", None)
+        for data in getattr(allocator, "pointer_to_data", {}).values():
+            if data.is_asleep:
+                asleep.add(data.tag)
+    return tuple(each for each in RESIDENT if each not in asleep)

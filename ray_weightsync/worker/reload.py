@@ -1,0 +1,119 @@
+"""Opening, completing and flushing vLLM's layerwise reload: the only file that touches that private API.
+
+Between `start` and `finish` a live model has its parameters on the meta device, and each layer collects what its loaders are
+given until it is complete. An update that stops half way leaves layers on meta, and the next request kills the engine core
+(seen). Here a session always ends with every layer in place again, and whatever vLLM would pass over in silence - a layer
+that was given nothing keeps its old weights behind a log line - is an error.
+
+Written against vLLM 0.28 to 0.32.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+logger = logging.getLogger(__name__)
+
+MAX_NAMED = 5
+
+
+class LayerwiseReload:
+    """The reload sessions of one live model.
+
+    Args:
+        model: The worker's model.
+        model_config: vLLM's config of it.
+    """
+
+    def __init__(self, model: torch.nn.Module, model_config: Any) -> None:
+        self._model = model
+        self._model_config = model_config
+        # A model may keep tensors on meta for reasons of its own; only what a session adds is a leftover.
+        self._on_meta = set(self._names_on_meta())
+
+    def start(self) -> None:
+        """Put the model's parameters on meta and collect from now on. Leftovers of an earlier session are flushed first."""
+        if self._layers_open():
+            logger.warning("an earlier weight update was left open in this worker; it is flushed")
+            self.flush()
+        initialize_layerwise_reload(self._model)
+
+    def finish(self) -> None:
+        """Process the layers that were not complete on their own (padded ones, attention) and end the session.
+
+        Raises:
+            RuntimeError: if a layer was given nothing, or something is left on meta. The model is flushed then.
+            Exception: whatever a layer's processing raises; the model is flushed then, too.
+        """
+        stale = self._layers_given_nothing()
+        if stale:
+            self.flush()
+            raise RuntimeError(f"{_named(stale)} got no weights at all")
+        try:
+            finalize_layerwise_reload(self._model, self._model_config)
+            self._require_clean()
+        except BaseException as error:
+            try:
+                self.flush()
+            except Exception as second:
+                raise RuntimeError(f"{type(error).__name__}: {error}; afterwards the model could not be flushed: {second}") from error
+            raise
+
+    def flush(self) -> None:
+        """End the session without completing it: layers already complete keep the new weights, all others get the old back.
+
+        Nothing half collected is processed: a layer made of what arrived and uninitialised memory would serve no one.
+
+        Raises:
+            RuntimeError: if something is left on meta or open all the same; only a restart helps this worker.
+        """
+        for layer in self._model.modules():
+            info = get_layerwise_info(layer)
+            if info.can_load():
+                # To vLLM's finalize this layer now looks as if it had been given nothing: it puts the old tensors back.
+                info.load_numel = 0
+                info.loaded_weights.clear()
+        finalize_layerwise_reload(self._model, self._model_config)
+        self._require_clean()
+
+    def _require_clean(self) -> None:
+        left = [name for name in self._names_on_meta() if name not in self._on_meta]
+        if left:
+            raise RuntimeError(f"{_named(left)} was left without memory (on the meta device)")
+        if still_open := self._layers_open():
+            raise RuntimeError(f"the reload of {_named(still_open)} was left open")
+
+    def _names_on_meta(self) -> list[str]:
+        named = [*self._model.named_parameters(remove_duplicate=False), *self._model.named_buffers(remove_duplicate=False)]
+        return [name for name, tensor in named if tensor.is_meta]
+
+    def _layers_open(self) -> list[str]:
+        return [name or "the model" for name, layer in self._model.named_modules() if get_layerwise_info(layer).can_load()]
+
+    def _layers_given_nothing(self) -> list[str]:
+        stale = []
+        for name, layer in self._model.named_modules():
+            info = get_layerwise_info(layer)
+            if not info.can_load() or info.load_numel > 0 or isinstance(layer, AttentionLayerBase):
+                continue  # complete already, being completed, or holding scales alone, which no checkpoint need have
+            parameters = info.restore_metadata[0]
+            if any(parameter.numel() and not is_optional(each) for each, parameter in parameters.items()):
+                stale.append(name or "the model")
+        return stale
+
+
+def is_optional(parameter: str) -> bool:
+    """Whether a checkpoint may lack this parameter: scales of activations and of the KV cache have defaults."""
+    leaf = parameter.rpartition(".")[2]
+    return leaf.startswith(("input_", "q_", "k_", "v_", "prob_")) and leaf.endswith(("scale", "zero_point"))
+
+
+def _named(names: list[str]) -> str:
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return ", ".join(names[:MAX_NAMED]) + more

@@ -1,0 +1,448 @@
+"""What an engine worker remembers of an update, and how its workers answer for it together.
+
+Engine-agnostic: the vLLM backend and `TorchEngine` both drive a `WorkerUpdates`. It owns the record of a session
+(start, update, finish), the comparison of what was expected with what was recorded, and the rule that keeps engines with
+several workers in step:
+
+    **record, agree, the last rank raises.**  vLLM's executors read replies rank by rank and stop at the first failure. The
+    unread replies stay queued, every later reply is one call old, and a torn replica answers "OK" (seen on a real TP 2
+    engine). So `start`, `update` and `finish` never raise for anything of ours: they record. `init` (a separate call) lets
+    the ranks exchange what they recorded; only the last rank, whose reply is read last, raises - with every rank's words.
+
+It deliberately knows neither how weights get into a model (`ModelLoader`), nor how ranks talk (`Agreement`), nor how bytes
+arrive (`Receiver`).
+
+`KeyboardInterrupt`, `SystemExit` and other exceptions that are not `Exception` do escape: they mean that this process is
+being ended. To record them would keep a worker alive that its executor wants gone; the engine they leave behind is dead.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from ray_weightsync.weights.plan import Plan
+from ray_weightsync.worker.receiver import Received, Receiver
+
+logger = logging.getLogger(__name__)
+
+MARKER = "rws: "
+"""Starts the text of every error raised here, so that it is found inside whatever an engine wraps around it."""
+
+MAX_PLANS = 4
+"""Plans a worker keeps: enough for a main and a draft model and one change of each; 37,000 tensors are some 10 MB of Python."""
+
+MAX_WORDS = 2000
+"""Characters of one rank's words; a loader's error may quote a whole list of names."""
+
+AGREE_LIMIT_S = 60.0
+"""Seconds that ranks wait for each other where a call names no limit of its own."""
+
+RESIDENT = ("weights", "kv_cache")
+"""What an engine has in memory unless it sleeps."""
+
+
+class ModelLoader(Protocol):
+    """The way into one worker's model. Every method may raise; `WorkerUpdates` records it."""
+
+    def check(self, plan: Plan) -> list[str]:
+        """What speaks against loading ``plan``, one sentence each; empty if nothing does. The live model is not touched."""
+        ...
+
+    def unjudged(self) -> list[str]:
+        """What the latest `check` could not judge: guarantees not given, each with the reason."""
+        ...
+
+    def start(self) -> None:
+        """Make the model ready to take a whole plan's weights, flushing leftovers of an earlier session first."""
+        ...
+
+    def load(self, pairs: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Hand every pair to the model. A tensor may be kept until `finish`, or for good."""
+        ...
+
+    def finish(self) -> None:
+        """Complete what was loaded, or flush what was not. Afterwards, raised or not, the next `start` works.
+
+        Raises:
+            Exception: if the model does not hold what was loaded.
+        """
+        ...
+
+
+class Agreement(Protocol):
+    """How the ranks of one engine exchange words."""
+
+    rank: int
+    world_size: int
+
+    def gather(self, words: str | None, limit_s: float) -> list[str | None]:
+        """Every rank's words in rank order (None: nothing to complain about), after at most ``limit_s`` seconds.
+
+        A rank that did not answer in time gets words that say so. Every rank must call this equally often.
+        """
+        ...
+
+
+class SoleRank:
+    """The agreement of an engine with one worker: there is nobody to ask."""
+
+    rank = 0
+    world_size = 1
+
+    def gather(self, words: str | None, limit_s: float) -> list[str | None]:
+        """The words of the only rank."""
+        return [words]
+
+
+class Malformed(ValueError):
+    """A payload that lacks a field or has one of the wrong type. Recorded or agreed upon like any failure; it never escapes."""
+
+
+@dataclass
+class _Session:
+    """What happened since the latest `start`; kept after `finish`, until the next one."""
+
+    round: str | None = None
+    epoch: int | None = None
+    plan: str | None = None
+    received: Received | None = None
+    updates: int = 0
+    finished: bool = False
+    failures: list[str] = field(default_factory=list)
+
+
+class WorkerUpdates:
+    """One worker's part in updates. Calls come one at a time, as an engine's RPCs do; it is not thread-safe.
+
+    Args:
+        model: The way into this worker's model.
+        agreement: How this worker's words reach the other ranks.
+        receivers: One receiver per transport this worker can receive from, by its name on the wire.
+        resident: Tells which of ``"weights"`` and ``"kv_cache"`` are in memory now.
+    """
+
+    def __init__(
+        self,
+        model: ModelLoader,
+        agreement: Agreement,
+        receivers: Mapping[str, Receiver],
+        *,
+        resident: Callable[[], Sequence[str]] = lambda: RESIDENT,
+    ) -> None:
+        self._model = model
+        self._agreement = agreement
+        self._receivers = dict(receivers)
+        self._resident = resident
+        self._plans: OrderedDict[str, tuple[Plan, list[str]]] = OrderedDict()
+        self._session: _Session | None = None
+        self._open = False
+        self._epoch = 0
+        self._incarnation = uuid.uuid4().hex
+        self._node_ip = node_ip()
+
+    # -- calls that answer: all ranks agree, the last one raises ----------------------------------------------------------
+
+    def init(self, info: Mapping[str, Any]) -> None:
+        """Carry out one ``init_weight_transfer_engine`` payload: op ``"see"``, ``"plan"`` or ``"outcome"``.
+
+        Safe while requests are served. Every rank has to receive it.
+
+        Raises:
+            ValueError: on the last rank, when any rank has something to complain about: `MARKER`, then each such rank's
+                words after ``"rank N: "``, joined by ``"; "``.
+        """
+        limit_s = AGREE_LIMIT_S
+        words: str | None = None
+        accepted: tuple[Plan, list[str]] | None = None
+        try:
+            limit_s = _limit_s(info)
+            op = _text(info, "op")
+            if op == "see":
+                self._receiver(info).see(_mapping(info, "probe"))
+            elif op == "plan":
+                accepted = self._checked(info)
+            elif op == "outcome":
+                words = self._verdict(info)
+            else:
+                raise Malformed(f"unknown op {op!r}; this worker knows 'see', 'plan' and 'outcome'")
+        except Exception as error:  # told through the agreement below; raising on one rank alone puts the engine out of step
+            words = words_of(error)
+        told = self._agree(words, limit_s)
+        if accepted is not None and not told:
+            # Kept only when no rank refused: a worker that lists a plan which another rank cannot load would let the next
+            # round skip its preflight.
+            self._keep(*accepted)
+        if told and self._agreement.rank == self._agreement.world_size - 1:
+            raise ValueError(MARKER + "; ".join(told))
+
+    def _agree(self, words: str | None, limit_s: float) -> list[str]:
+        """The complaints of all ranks, each after ``"rank N: "``."""
+        rank, world_size = self._agreement.rank, self._agreement.world_size
+        try:
+            everyone = self._agreement.gather(words, limit_s)
+        except Exception as error:
+            # Even a broken agreement must not raise on a rank that is not the last. The last one finds this rank silent.
+            logger.warning("rank %d cannot reach the other ranks", rank, exc_info=True)
+            everyone = [None] * world_size
+            everyone[rank] = "; ".join(filter(None, (words, f"cannot agree with the other ranks: {words_of(error)}")))
+        return [f"rank {each}: {said}" for each, said in enumerate(everyone) if said is not None]
+
+    def _checked(self, info: Mapping[str, Any]) -> tuple[Plan, list[str]]:
+        """The plan in ``info`` and what of it could not be judged.
+
+        Raises:
+            ValueError: with the problems, if this worker's model cannot load it.
+        """
+        plan = Plan.from_wire(dict(_mapping(info, "plan")))
+        if self._open:
+            raise ValueError("a plan cannot be checked while an update is open; call finish_weight_update first")
+        if plan.digest in self._plans:
+            return self._plans[plan.digest]
+        problems = self._model.check(plan)
+        if problems:
+            raise ValueError("; ".join(problems))
+        return plan, self._model.unjudged()
+
+    def _keep(self, plan: Plan, unjudged: list[str]) -> None:
+        self._plans[plan.digest] = (plan, unjudged)
+        self._plans.move_to_end(plan.digest)
+        while len(self._plans) > MAX_PLANS:
+            self._plans.popitem(last=False)
+
+    # -- calls that only record --------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Open a session. Never raises; whatever goes wrong is told by the outcome."""
+        over_open = self._open
+        self._session = session = _Session()
+        self._open = True
+        if over_open:
+            session.failures.append("start_weight_update came while an update was open")
+            return  # the model is mid-load; finish flushes it
+        self._record(session, "start_weight_update", self._model.start)
+
+    def update(self, info: Mapping[str, Any]) -> None:
+        """Receive and load what ``info`` names. Never raises; whatever goes wrong is told by the outcome.
+
+        Args:
+            info: An ``update_weights`` payload: ``transport``, ``round``, ``epoch``, ``plan`` (digest), ``limit_s`` (seconds
+                that a receiver may wait for the sender), and what the transport needs.
+        """
+        if not self._open or self._session is None:
+            self._session = _Session(failures=["update_weights came without start_weight_update"], finished=True)
+            return
+        session = self._session
+        session.updates += 1
+        if session.updates > 1:
+            session.failures.append("update_weights came twice in one session")
+        if session.failures:
+            return  # nothing is loaded into a model that is not ready for it; finish flushes
+        self._record(session, "update_weights", lambda: self._load(session, info))
+
+    def _load(self, session: _Session, info: Mapping[str, Any]) -> None:
+        session.round, session.epoch, session.plan = _text(info, "round"), _count(info, "epoch"), _text(info, "plan")
+        receiver = self._receiver(info)
+        _limit_s(info)
+        if session.epoch < self._epoch:
+            raise ValueError(f"epoch {session.epoch} of this update is older than {self._epoch}, which this worker has seen")
+        self._epoch = session.epoch
+        if session.plan not in self._plans:
+            raise ValueError(f"plan {session.plan} is not known here; send it with op 'plan' first")
+        self._plans.move_to_end(session.plan)
+        delivery = receiver.open(self._plans[session.plan][0], info)
+        try:
+            self._model.load(iter(delivery))
+            session.received = delivery.received()
+        finally:
+            self._record(session, "closing the delivery", delivery.close)  # its failure must not hide the load's
+
+    def finish(self) -> None:
+        """Close the session: the model is complete, or flushed, and ready for the next start. Never raises."""
+        if not self._open or self._session is None:
+            self._session = _Session(failures=["finish_weight_update came without start_weight_update"], finished=True)
+            return
+        session = self._session
+        self._record(session, "finish_weight_update", self._model.finish)
+        session.finished = True
+        self._open = False
+
+    def _record(self, session: _Session, verb: str, step: Callable[[], None]) -> None:
+        try:
+            step()
+        except Exception as error:
+            # The traceback belongs into the engine's log: the words that travel are for whoever sent the weights.
+            logger.warning("rank %d: %s failed; the outcome of this round will say so", self._agreement.rank, verb, exc_info=True)
+            session.failures.append(f"{verb}: {words_of(error)}")
+
+    # -- what holds --------------------------------------------------------------------------------------------------------
+
+    def _verdict(self, info: Mapping[str, Any]) -> str | None:
+        """What stands between the latest session here and the round asked for; None if it is that round, complete."""
+        asked, epoch, expected = _text(info, "round"), _count(info, "epoch"), _mapping(info, "expected")
+        wanted: dict[str, str | int] = {
+            "plan": _text(expected, "plan"),
+            "snapshot": _text(expected, "snapshot"),
+            "digest": _text(expected, "digest"),
+            "num_bytes": _count(expected, "num_bytes"),
+            "num_tensors": _count(expected, "num_tensors"),
+        }
+        session = self._session
+        if session is None:
+            return f"round {asked} is not known here: no update has been started in this worker"
+        complaints = list(session.failures)
+        if not session.finished:
+            complaints.append("finish_weight_update has not been called")
+        if session.updates == 0 and not session.failures:
+            complaints.append("nothing was transferred: start and finish came without update_weights")
+        if session.round is not None and (session.round, session.epoch) != (asked, epoch):
+            complaints.append(
+                f"round {asked} of epoch {epoch} was asked for, the latest update is round {session.round} of epoch {session.epoch}"
+            )
+        if session.received is not None:
+            got = session.received
+            found: dict[str, str | int | None] = {
+                "plan": session.plan,
+                "snapshot": got.snapshot,
+                "digest": got.digest,
+                "num_bytes": got.num_bytes,
+                "num_tensors": got.num_tensors,
+            }
+            complaints += [f"{key}: expected {wanted[key]}, received {found[key]}" for key in wanted if wanted[key] != found[key]]
+        elif not complaints:
+            complaints.append("nothing was received")
+        return "; ".join(complaints) or None
+
+    def describe(self, nonce: str) -> dict[str, Any]:
+        """What this worker is and holds, as plain JSON types, with ``nonce`` echoed. Never raises, never waits.
+
+        Returns:
+            ``nonce``, ``rank``, ``world_size``, ``package_version``, ``plans`` (digests, oldest first), ``unjudged`` (by plan
+            digest, what the structural check could not judge), ``update_open``, ``round`` and ``failure`` of the latest
+            session, ``epoch`` (newest seen), ``resident``, ``incarnation`` (new in every process), ``node_ip``, ``pid``.
+        """
+        session = self._session
+        failure = "; ".join(session.failures) if session and session.failures else None
+        try:
+            resident = [str(each) for each in self._resident()]
+        except Exception as error:
+            logger.warning("rank %d cannot tell what is resident", self._agreement.rank, exc_info=True)
+            resident, failure = [], f"{failure + '; ' if failure else ''}what is resident is not known: {words_of(error)}"
+        return {
+            "nonce": nonce,
+            "rank": self._agreement.rank,
+            "world_size": self._agreement.world_size,
+            "package_version": package_version(),
+            "plans": list(self._plans),
+            "unjudged": {digest: list(unjudged) for digest, (_, unjudged) in self._plans.items() if unjudged},
+            "update_open": self._open,
+            "round": session.round if session else None,
+            "failure": failure,
+            "epoch": self._epoch,
+            "resident": resident,
+            "incarnation": self._incarnation,
+            "node_ip": self._node_ip,
+            "pid": os.getpid(),
+        }
+
+    def close(self) -> None:
+        """Flush an open session, forget the plans, close the receivers that can be closed. Idempotent; never raises.
+
+        The next session works after a new preflight. The newest epoch stays: a late update of the old session must still
+        be refused.
+        """
+        if self._open:
+            self.finish()
+        self._plans.clear()
+        for name, receiver in self._receivers.items():
+            close = getattr(receiver, "close", None)  # no part of `Receiver`: most hold nothing between updates
+            if close is None:
+                continue
+            try:
+                close()
+            except Exception:
+                logger.warning("rank %d: the %s receiver could not be closed", self._agreement.rank, name, exc_info=True)
+
+    def _receiver(self, info: Mapping[str, Any]) -> Receiver:
+        transport = _text(info, "transport")
+        if transport not in self._receivers:
+            known = ", ".join(sorted(self._receivers)) or "none"
+            raise ValueError(f"transport {transport!r} is not known here; this worker receives from: {known}")
+        return self._receivers[transport]
+
+
+# -- reading payloads: they come from another process, and a worker that crashes on one takes its engine with it -----------
+
+
+def _field(info: object, key: str) -> Any:
+    if not isinstance(info, Mapping):
+        raise Malformed(f"a payload must be a dict, not {type(info).__name__}")
+    if key not in info:
+        raise Malformed(f"the payload lacks {key!r}")
+    return info[key]
+
+
+def _text(info: object, key: str) -> str:
+    value = _field(info, key)
+    if not isinstance(value, str) or not value:
+        raise Malformed(f"{key!r} must be a non-empty str, not {_short(value)}")
+    return value
+
+
+def _count(info: object, key: str) -> int:
+    value = _field(info, key)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise Malformed(f"{key!r} must be an int of at least 0, not {_short(value)}")
+    return value
+
+
+def _mapping(info: object, key: str) -> Mapping[str, Any]:
+    value = _field(info, key)
+    if not isinstance(value, Mapping):
+        raise Malformed(f"{key!r} must be a dict, not {_short(value)}")
+    return value
+
+
+def _limit_s(info: object) -> float:
+    if isinstance(info, Mapping) and "limit_s" not in info:
+        return AGREE_LIMIT_S
+    value = _field(info, "limit_s")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise Malformed(f"'limit_s' must be a positive number of seconds, not {_short(value)}")
+    return float(value)
+
+
+def _short(value: object) -> str:
+    return repr(value)[:80] if isinstance(value, str | int | float) or value is None else type(value).__name__
+
+
+def words_of(error: BaseException) -> str:
+    """An exception in at most `MAX_WORDS` characters: its text, after its type where the text alone would not explain itself."""
+    text = " ".join(str(error).split())
+    plain = type(error) in (ValueError, Malformed, TimeoutError) and text
+    said = text if plain else f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return said if len(said) <= MAX_WORDS else said[: MAX_WORDS - 3] + "..."
+
+
+def package_version() -> str:
+    """The version of this package in this process, installed or found on a path."""
+    from ray_weightsync import __version__  # here, as the package's own module imports much of the package
+
+    return __version__
+
+
+def node_ip() -> str:
+    """The address under which this machine reaches others. Nothing is sent: connecting a datagram socket only picks a route."""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # TEST-NET-1 of RFC 5737: routed like any other address, owned by nobody
+        return str(probe.getsockname()[0])
+    return "127.0.0.1"
