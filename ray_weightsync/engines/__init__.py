@@ -10,11 +10,10 @@ if TYPE_CHECKING:
     from ray_weightsync.engines.mixin import EngineMixin
     from ray_weightsync.engines.ref import EngineLike, EngineRef
     from ray_weightsync.engines.resolve import Engine
-    from ray_weightsync.engines.specs import TorchEngineSpec
+    from ray_weightsync.engines.specs import TorchEngineSpec, VLLMEngineSpec
     from ray_weightsync.engines.torch_engine import TorchEngine
     from ray_weightsync.engines.vllm_actor import VLLMEngineActor
     from ray_weightsync.engines.vllm_args import vllm_engine_args
-    from ray_weightsync.engines.vllm_spec import VLLMEngineSpec
 
 __all__ = [
     "Engine",
@@ -39,7 +38,7 @@ _HOME = {
     "TorchEngine": "torch_engine",
     "TorchEngineSpec": "specs",
     "VLLMEngineActor": "vllm_actor",
-    "VLLMEngineSpec": "vllm_spec",
+    "VLLMEngineSpec": "specs",
     "WorkerFacts": "facts",
     "vllm_engine_args": "vllm_args",
 }

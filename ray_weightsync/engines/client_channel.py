@@ -1,4 +1,4 @@
-"""A user's own `VLLMWeightSyncClient` as a channel. It has the protocol's four verbs and nothing else: nothing can be learned through it."""
+"""A user's own `VLLMWeightSyncClient` as a channel. It has the protocol's four verbs, and nothing can be learned through it."""
 
 from __future__ import annotations
 

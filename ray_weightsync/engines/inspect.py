@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+import types
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray.cloudpickle
@@ -17,9 +18,11 @@ import ray.cloudpickle
 from ray_weightsync.engines import told as told_in_actor
 from ray_weightsync.engines.facts import DESCRIBE, INSPECT, RWS_BACKEND, EngineFacts, facts_of
 from ray_weightsync.engines.vllm_args import WORKER_EXTENSION
-from ray_weightsync.errors import CallFailure, EngineCallError
+from ray_weightsync.errors import CallFailure, EngineCallError, UnsupportedError
 from ray_weightsync.protocol import remote
-from ray_weightsync.protocol.channel import COLLECTIVE_RPC, GET_VERSION, IS_PAUSED, KNOWN_VERBS, REQUIRED_VERBS, Channel
+from ray_weightsync.protocol.channel import COLLECTIVE_RPC, GET_VERSION, IS_PAUSED, KNOWN_VERBS, REQUIRED_VERBS, WORLD_SIZE, Channel
+from ray_weightsync.protocol.http_channel import HTTPCallError, HTTPChannel
+from ray_weightsync.protocol.http_routes import SERVER_INFO
 from ray_weightsync.protocol.ray_channel import SLICE_S, ActorChannel
 from ray_weightsync.protocol.reading import ENGINE_DEAD, EngineRaised, EngineRestarted, died, words
 
@@ -49,8 +52,8 @@ async def ask(channel: Channel, nonce: str, *, limit_s: float) -> EngineFacts:
         raise _failed(channel, "died" if died(error) else "raised", words(error), began, limit_s) from error
     for failure in told.get("failed", {}).values():
         if ENGINE_DEAD in failure["names"]:
-            error = EngineRaised(**failure)
-            raise _failed(channel, "died", words(error), began, limit_s) from error
+            raised = EngineRaised(**failure)
+            raise _failed(channel, "died", words(raised), began, limit_s) from raised
     try:
         return facts_of(told, nonce)
     except (ValueError, TypeError, KeyError) as error:
@@ -76,6 +79,8 @@ async def _told(channel: Channel, nonce: str) -> Mapping[str, Any]:
         if has_own_inspect(channel):
             return dict(await channel.call(INSPECT, nonce))
         return await _told_by_actor(channel, nonce)
+    if isinstance(channel, HTTPChannel):
+        return await _told_by_server(channel, nonce)
     return {"kind": "client"}
 
 
@@ -85,7 +90,8 @@ def has_own_inspect(channel: Channel) -> bool:
 
 
 async def _told_by_actor(channel: ActorChannel, nonce: str) -> dict[str, Any]:
-    ray.cloudpickle.register_pickle_by_value(remote)  # `told` uses it; the actor's process need have neither
+    by_value: Callable[[types.ModuleType], None] = ray.cloudpickle.register_pickle_by_value
+    by_value(remote)  # `told` uses it; the actor's process need have neither
     token = uuid.uuid4().hex
     began = time.monotonic()
     told = await channel.run(
@@ -112,3 +118,54 @@ async def _ask_methods(channel: ActorChannel, told: dict[str, Any], nonce: str) 
             told[key] = await channel.call(verb)
     if told["extension"] and told["backend"] == RWS_BACKEND and channel.supports(COLLECTIVE_RPC):
         told["workers"] = await channel.call(COLLECTIVE_RPC, DESCRIBE, args=(nonce,))
+
+
+async def server_identity(channel: HTTPChannel) -> str | None:
+    """Which server answers at the channel's URL now; equal to ``EngineFacts.incarnation``."""
+    return _identity(await channel.call(SERVER_INFO))
+
+
+async def _told_by_server(channel: HTTPChannel, nonce: str) -> dict[str, Any]:
+    info = await channel.call(SERVER_INFO)
+    config = info["vllm_config"]
+    parallel = _part(config, "parallel_config")
+    told: dict[str, Any] = {
+        "kind": "http",
+        "tensor_parallel_size": parallel.get("tensor_parallel_size"),
+        "pipeline_parallel_size": parallel.get("pipeline_parallel_size"),
+        "data_parallel_size": parallel.get("data_parallel_size"),
+        "data_parallel_index": parallel.get("data_parallel_index"),
+        "num_workers": await channel.call(WORLD_SIZE, include_dp=False),
+        "instance_id": _identity(info),
+        "backend": _part(config, "weight_transfer_config").get("backend"),
+        "kv_connector": _part(config, "kv_transfer_config").get("kv_connector"),
+        "vllm_version": _part(info, "system_env").get("vllm_version"),
+        "failed": {},
+    }
+    told["paused"], told["version"] = await asyncio.gather(_if_there(channel, IS_PAUSED), _if_there(channel, GET_VERSION))
+    # By its exact name only: whether another class derives from ours cannot be seen from here.
+    if told["backend"] == RWS_BACKEND and parallel.get("worker_extension_cls") == WORKER_EXTENSION:
+        try:
+            told["workers"] = await channel.call(COLLECTIVE_RPC, DESCRIBE, args=(nonce,))
+        except HTTPCallError as error:
+            if error.status != 500:
+                raise
+            told["failed"]["collective_rpc"] = {"type_name": "HTTPCallError", "names": (), "text": str(error), "trace": ""}
+    return told
+
+
+def _identity(info: Mapping[str, Any]) -> str | None:
+    return info["vllm_config"].get("instance_id") or None
+
+
+def _part(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    part = config.get(name)
+    return part if isinstance(part, Mapping) else {}
+
+
+async def _if_there(channel: HTTPChannel, verb: str) -> Any:
+    """What ``verb`` answers, or None where this server's vLLM is too old to have it."""
+    try:
+        return await channel.call(verb)
+    except UnsupportedError:
+        return None

@@ -30,14 +30,15 @@ class EngineMixin:
             def __init__(self, path):
                 self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=path, **vllm_engine_args()))
 
-    The methods run in the group ``"rws_control"``: they are answered while requests hold every one of the actor's ``max_concurrency`` slots.
-    Ray takes ``concurrency_groups`` in the decorator only. Without it ``Generator.remote()`` raises an ``AssertionError`` without a text
-    (``assert cg_name in concurrency_groups_dict``), and ``.options(concurrency_groups=...)`` a ``ValueError``.
+    The methods run in the group ``"rws_control"``: they are answered while requests hold every one of the actor's slots
+    (``max_concurrency``). Ray takes ``concurrency_groups`` in the decorator only. Without it ``Generator.remote()`` raises an
+    ``AssertionError`` without a text (``assert cg_name in concurrency_groups_dict``), and ``.options(concurrency_groups=...)`` a
+    ``ValueError``.
 
     The group has an event loop of its own; calls are handed to the loop that the engine lives on.
 
-    The mixin makes the actor asynchronous. A synchronous ``LLM`` in it answers these calls between its requests, which is too weak for an update
-    while requests come in, so it is refused when it is attached; such an engine belongs into a plain synchronous actor.
+    The mixin makes the actor asynchronous. A synchronous ``LLM`` in it answers these calls between its requests, which is too weak
+    for an update while requests come in, so it is refused when it is attached; such an engine belongs into a plain synchronous actor.
     """
 
     engine_attr: ClassVar[str] = "llm"
@@ -107,7 +108,9 @@ class EngineMixin:
         await self._rws_call("reset_encoder_cache")
 
     @ray.method(concurrency_group=CONTROL_GROUP)
-    async def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> list[Any]:
+    async def collective_rpc(
+        self, method: str, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> list[Any]:
         return list(await self._rws_call("collective_rpc", method, timeout, args, kwargs))
 
     @ray.method(concurrency_group=CONTROL_GROUP)

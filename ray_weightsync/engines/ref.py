@@ -6,12 +6,14 @@ Nothing here talks to an engine. A list of engines is checked for what can be to
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 from ray_weightsync.errors import ConfigError
 from ray_weightsync.protocol.client import VLLMWeightSyncClient
+from ray_weightsync.protocol.urls import as_secret, base_url
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -58,13 +60,13 @@ class EngineRef:
             raise ConfigError(f"EngineRef.attr must be the name of an attribute, such as 'llm' or 'server.llm', not {self.attr!r}")
         if self.id is not None and (not isinstance(self.id, str) or not _ID.fullmatch(self.id)):
             raise ConfigError(f"EngineRef.id must be 1 to 128 characters without spaces, commas or control characters, not {self.id!r}")
-        if self.world_size is not None and (isinstance(self.world_size, bool) or not isinstance(self.world_size, int) or self.world_size < 1):
-            raise ConfigError(f"EngineRef.world_size must be None or an int of at least 1, not {self.world_size!r}")
-        for name in ("namespace", "deployment", "api_key"):
+        size = self.world_size
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise ConfigError(f"EngineRef.world_size must be None or an int of at least 1, not {size!r}")
+        for name in ("namespace", "deployment"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
-                shown = "what was given" if name == "api_key" else repr(value)
-                raise ConfigError(f"EngineRef.{name} must be None or a non-empty str, not {shown}")
+                raise ConfigError(f"EngineRef.{name} must be None or a non-empty str, not {value!r}")
         if not isinstance(self.verify, bool | str) or self.verify == "":
             raise ConfigError(f"EngineRef.verify must be True, False or the path of a CA bundle, not {self.verify!r}")
         misplaced = {
@@ -78,6 +80,7 @@ class EngineRef:
                 raise ConfigError(f"EngineRef.{name} means nothing for {_KINDS[kind]}")
         if kind == "url":
             normalised_url(self)
+            as_secret("EngineRef.api_key", self.api_key)
 
 
 _KINDS = {"handle": "an actor handle", "name": "an actor's name", "url": "a URL", "client": "a client of your own"}
@@ -95,7 +98,8 @@ def kind_of(target: object) -> str:
         return "handle"
     if not isinstance(target, type) and isinstance(target, VLLMWeightSyncClient):
         return "client"
-    raise ConfigError(f"an engine must be an actor handle, an actor's name, a URL, an EngineRef or a VLLMWeightSyncClient, not {_typed(target)}")
+    kinds = "an actor handle, an actor's name, a URL, an EngineRef or a VLLMWeightSyncClient"
+    raise ConfigError(f"an engine must be {kinds}, not {_typed(target)}")
 
 
 def is_handle(target: object) -> bool:
@@ -112,22 +116,23 @@ def as_ref(engine: EngineLike) -> EngineRef:
     return engine if isinstance(engine, EngineRef) else EngineRef(engine)
 
 
-def as_refs(engines: Iterable[EngineLike], *, taken: Container[str] = ()) -> tuple[EngineRef, ...]:
-    """References with an id each, none of them twice.
+def as_refs(engines: EngineLike | Iterable[EngineLike], *, taken: Container[str] = ()) -> tuple[EngineRef, ...]:
+    """References with an id each, none of them twice. Named actors are looked for in this process's namespace, unless they say another.
 
     Args:
-        engines: What the user gave.
+        engines: One engine, or several.
         taken: Ids of replicas that exist already.
 
     Raises:
         ConfigError: if there are none, one is of a wrong type, or two are the same engine or have the same id; it says which.
     """
-    if isinstance(engines, str | EngineRef) or is_handle(engines) or not isinstance(engines, Iterable):
-        raise ConfigError(f"engines must be a list of engines, not one ({_typed(engines)}); put it into a list")
+    given: Iterable[Any] = (
+        engines if isinstance(engines, Iterable) and not isinstance(engines, str) and not is_handle(engines) else (engines,)
+    )
     refs = []
-    for place, engine in enumerate(engines):
+    for place, engine in enumerate(given):
         try:
-            refs.append(as_ref(engine))
+            refs.append(_in_namespace(as_ref(engine)))
         except ConfigError as error:
             raise ConfigError(f"engines[{place}]: {error.message}") from error
     if not refs:
@@ -139,8 +144,16 @@ def as_refs(engines: Iterable[EngineLike], *, taken: Container[str] = ()) -> tup
     return _with_ids(refs, taken)
 
 
+def _in_namespace(ref: EngineRef) -> EngineRef:
+    """The reference with the namespace that its name is looked up in: whoever resolves it may live in another."""
+    ray = sys.modules.get("ray")
+    if kind_of(ref.target) != "name" or ref.namespace is not None or ray is None or not ray.is_initialized():
+        return ref
+    return replace(ref, namespace=ray.get_runtime_context().namespace)
+
+
 def _with_ids(refs: Sequence[EngineRef], taken: Container[str]) -> tuple[EngineRef, ...]:
-    chosen = [ref.id or (ref.target if isinstance(ref.target, str) and kind_of(ref.target) == "name" and _ID.fullmatch(ref.target) else None) for ref in refs]
+    chosen = [ref.id or _name_as_id(ref.target) for ref in refs]
     used: dict[str, int] = {}
     for place, name in enumerate(chosen):
         if name is None:
@@ -157,6 +170,10 @@ def _with_ids(refs: Sequence[EngineRef], taken: Container[str]) -> tuple[EngineR
             number += 1
         numbered.append(replace(ref, id=name))
     return tuple(numbered)
+
+
+def _name_as_id(target: Target) -> str | None:
+    return target if isinstance(target, str) and kind_of(target) == "name" and _ID.fullmatch(target) else None
 
 
 def _same(ref: EngineRef) -> Any:
@@ -177,7 +194,7 @@ def normalised_url(ref: EngineRef) -> str:
     Raises:
         ConfigError: if it is not a usable http(s) URL.
     """
-    raise NotImplementedError
+    return base_url(str(ref.target))
 
 
 def shown(ref: EngineRef) -> str:

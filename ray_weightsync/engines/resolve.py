@@ -15,11 +15,12 @@ import ray
 
 from ray_weightsync.engines.client_channel import ClientChannel
 from ray_weightsync.engines.facts import RWS_BACKEND, EngineFacts
-from ray_weightsync.engines.inspect import ask, has_own_inspect
-from ray_weightsync.engines.ref import EngineLike, EngineRef, as_ref, as_refs, kind_of, shown
+from ray_weightsync.engines.inspect import ask, has_own_inspect, server_identity
+from ray_weightsync.engines.ref import EngineLike, EngineRef, as_ref, as_refs, kind_of, normalised_url, shown
 from ray_weightsync.errors import AttachError, EngineCallError, WeightSyncError
 from ray_weightsync.protocol.channel import Channel
 from ray_weightsync.protocol.fanout import fan_out
+from ray_weightsync.protocol.http_channel import HTTPChannel
 from ray_weightsync.protocol.ray_channel import ActorChannel
 from ray_weightsync.protocol.reading import died, words
 from ray_weightsync.worker.updates import package_version
@@ -27,6 +28,9 @@ from ray_weightsync.worker.updates import package_version
 __all__ = ["Engine", "inspect", "require_distinct", "resolve", "resolve_all", "unfit"]
 
 PHASE = "attach"
+IDENTITY_READS = 4
+"""A round-robin router is found out by the second read, a random one over two servers by four reads seven times in eight."""
+
 OUR_ARGS = "start it with **ray_weightsync.vllm_engine_args()"
 
 
@@ -91,6 +95,8 @@ async def resolve(engine: EngineLike, *, limit_s: float) -> Engine:
         verdict = {"died": "is dead", "unanswered": "did not answer", "raised": "could not be inspected"}[failure.kind]
         limit = limit_s if failure.kind == "unanswered" else None
         raise _unreachable(ref, label, verdict, began, limit, failure.message if limit is None else None) from error
+    if isinstance(channel, HTTPChannel):
+        await _require_one_server(channel, facts, ref, label, limit_s=limit_s)
     problem = unfit(facts, ref, own_actor=has_own_inspect(channel))
     if problem is not None:
         raise AttachError(f"{label} ({shown(ref)}) cannot be attached: {problem[0]}", phase=PHASE, replicas=(label,), hint=problem[1])
@@ -113,7 +119,8 @@ async def resolve_all(engines: Sequence[EngineRef], *, limit_s: float, warn_ever
         raise next(iter(outcomes.errors.values()))
     if outcomes.failures:
         told = [str(outcomes.errors.get(name, failure.message)) for name, failure in outcomes.failures.items()]
-        raise AttachError(f"{len(told)} of {len(calls)} engines cannot be attached:\n" + "\n".join(told), phase=PHASE, replicas=tuple(outcomes.failures))
+        text = "\n".join((f"{len(told)} of {len(calls)} engines cannot be attached:", *told))
+        raise AttachError(text, phase=PHASE, replicas=tuple(outcomes.failures))
     resolved = tuple(outcomes.answers[str(ref.id)] for ref in engines)
     require_distinct(resolved)
     return resolved
@@ -158,12 +165,14 @@ def unfit(facts: EngineFacts, ref: EngineRef, *, own_actor: bool = False) -> tup
         )
     if own_actor and facts.kind == "sync":
         return (
-            "its actor has EngineMixin, whose methods make the actor asynchronous, and holds a synchronous LLM: a request could run in the middle of an update",
+            "it is a synchronous LLM in an actor with EngineMixin, whose methods make the actor asynchronous: "
+            "a request could run in the middle of an update",
             "hold an AsyncLLM, or drop EngineMixin, keep the actor synchronous and attach EngineRef(handle, attr=...)",
         )
     if ref.world_size is not None and facts.world_size is not None and ref.world_size != facts.world_size:
         sizes = f"tensor {facts.tensor_parallel_size} x pipeline {facts.pipeline_parallel_size} x data {facts.data_parallel_size}"
-        return (f"it has {facts.world_size} workers ({sizes}), EngineRef(world_size={ref.world_size}) was given", "the engine is believed; correct or leave out world_size")
+        found = f"it has {facts.world_size} workers ({sizes}), EngineRef(world_size={ref.world_size}) was given"
+        return (found, "the engine is believed; correct world_size or leave it out")
     if facts.backend != RWS_BACKEND:
         found = f"its weight-transfer backend is {facts.backend!r}" if facts.backend else "it has no weight-transfer backend"
         return (f"{found}, 'rws' is needed", f"{OUR_ARGS}, which set backend and worker extension")
@@ -173,7 +182,8 @@ def unfit(facts: EngineFacts, ref: EngineRef, *, own_actor: bool = False) -> tup
             "start one engine per data-parallel rank, each with data_parallel_size=1, and attach them all",
         )
     if not facts.workers:
-        return ("its workers lack our worker extension, so they cannot be asked what they hold", f"{OUR_ARGS}; your own extension may derive from ray_weightsync's")
+        found = "its workers lack our worker extension, so they cannot be asked what they hold"
+        return (found, f"{OUR_ARGS}; an extension of your own may derive from ray_weightsync.engines.plugin.WorkerExtension")
     ours = package_version()
     theirs = sorted({worker.package_version for worker in facts.workers})
     if theirs != [ours]:
@@ -185,27 +195,42 @@ async def _channel(ref: EngineRef, label: str) -> Channel:
     kind = kind_of(ref.target)
     if kind == "client":
         return ClientChannel(ref.target, label=label)  # type: ignore[arg-type]
+    if kind == "url":
+        return HTTPChannel(normalised_url(ref), label=label, api_key=ref.api_key, verify=ref.verify)
     handle = ref.target
     if kind == "name":
         namespace = ref.namespace or ray.get_runtime_context().namespace
         try:
             # A namespace is always said: vLLM's engine core may have called ray.init with its own in this process.
-            handle = await asyncio.to_thread(ray.get_actor, ref.target, namespace=namespace)
+            handle = await asyncio.to_thread(ray.get_actor, str(ref.target), namespace=namespace)
         except ValueError as error:
             raise AttachError(
                 f"{label}: there is no actor named {ref.target!r} in namespace {namespace!r}",
                 phase=PHASE,
                 replicas=(label,),
-                hint="check the name; an actor of another job is found with EngineRef(name, namespace=...) and must be given a name and, to outlive its job, lifetime='detached'",
+                hint="check the name; an actor of another job is found with EngineRef(name, namespace=...)",
             ) from error
     return ActorChannel(handle, label=label, attr=ref.attr)
+
+
+async def _require_one_server(channel: HTTPChannel, facts: EngineFacts, ref: EngineRef, label: str, *, limit_s: float) -> None:
+    """Read the server's identity again, on new connections: behind a router, one update would reach one engine and its start another."""
+    async with asyncio.timeout(limit_s):
+        found = {facts.incarnation, *[await server_identity(channel) for _ in range(IDENTITY_READS - 1)]}
+    if len(found) > 1:
+        raise AttachError(
+            f"{label} ({shown(ref)}) is not one server: {IDENTITY_READS} reads of its identity gave {', '.join(sorted(map(str, found)))}",
+            phase=PHASE,
+            replicas=(label,),
+            hint="a router or load balancer answers there; attach the servers behind it, each with its own URL",
+        )
 
 
 def _unreachable(ref: EngineRef, label: str, verdict: str, began: float, limit_s: float | None, said: str | None = None) -> AttachError:
     hints = {
         "is dead": "start a new engine and attach that one",
-        "did not answer": "a synchronous actor answers between its requests only; an actor whose request slots are all taken needs EngineMixin. "
-        "Timeouts(attach_s=...) allows more time",
+        "did not answer": "a synchronous actor answers between its requests only; Timeouts(attach_s=...) gives it more time. "
+        "An actor whose request slots are all taken answers if its class has EngineMixin",
     }
     return AttachError(
         f"{label} ({shown(ref)}) {verdict}",

@@ -1,8 +1,8 @@
 """What runs in an engine's own process to tell what the engine is. Standard library only, since it may travel there by value.
 
-`look` reads attributes and calls nothing. `read` then calls what cannot raise on one worker alone: two questions to the engine core, and our
-worker extension's own method - only where the configuration proves that it is there, since a method that is missing would raise on every
-rank and leave the engine's replies out of step.
+`look` reads attributes and calls nothing. `read` then calls what cannot raise on one worker alone: two questions to the engine core,
+and our worker extension's own method - only where the configuration proves that it is there, since a method that is missing would
+raise on every rank and leave the engine's replies out of step.
 """
 
 from __future__ import annotations
@@ -97,14 +97,14 @@ async def read(engine: Any, told: dict[str, Any], nonce: str, describe: str) -> 
             continue
         try:
             told[key] = await settled(getattr(engine, verb)())
-        except Exception as error:  # noqa: BLE001 - told to whoever asks
+        except Exception as error:  # told to whoever asks
             told["failed"][verb] = described(error)
     count = getattr(engine, "get_num_unfinished_requests", None)
     told["unfinished_requests"] = count() if callable(count) else None
     if told["extension"] and told["backend"] == "rws" and not told["failed"]:
         try:
             told["workers"] = list(await settled(engine.collective_rpc(describe, args=(nonce,))))
-        except Exception as error:  # noqa: BLE001 - told to whoever asks
+        except Exception as error:  # told to whoever asks
             told["failed"]["collective_rpc"] = described(error)
     return told
 
@@ -125,7 +125,15 @@ async def settled(answer: Any) -> Any:
 
 
 def tell(
-    actor: Any, path: str, token: str, wait_s: float, nonce: str, required: tuple[str, ...], known: tuple[str, ...], extension: str, describe: str
+    actor: Any,
+    path: str,
+    token: str,
+    wait_s: float,
+    nonce: str,
+    required: tuple[str, ...],
+    known: tuple[str, ...],
+    extension: str,
+    describe: str,
 ) -> dict[str, Any] | None:
     """`look` and `read` from a thread of the actor's process: all of it, or None when the engine has not answered within ``wait_s``
     (then `remote.poll` fetches the rest by ``token``).

@@ -13,11 +13,12 @@ from typing import Any
 
 import ray
 import torch
+from ray.actor import ActorClass
 
 from ray_weightsync.engines.facts import CONTROL_GROUP, RWS_BACKEND
 from ray_weightsync.engines.torch_gate import EngineDeadError, StepGate
 from ray_weightsync.engines.torch_loader import ModuleLoader, tensors_by_name
-from ray_weightsync.protocol.channel import KNOWN_VERBS, START_DRAFT
+from ray_weightsync.protocol.channel import KNOWN_VERBS
 from ray_weightsync.protocol.remote import described
 from ray_weightsync.transports.host.receiver import HostReceiver
 from ray_weightsync.worker.updates import RESIDENT, SoleRank, WorkerUpdates, package_version
@@ -94,7 +95,14 @@ class TorchEngineActor:
 
     @ray.method(concurrency_group=CONTROL_GROUP)
     def init_weight_transfer_engine(self, request: Any) -> None:
-        """Carry out an op of the ``"rws"`` backend (see `WorkerUpdates.init`). ``request``: a dict with, or an object that has, ``init_info``."""
+        """Carry out an op of the ``"rws"`` backend; see `WorkerUpdates.init`.
+
+        Args:
+            request: A dict with, or an object that has, ``init_info``.
+
+        Raises:
+            ValueError: with what speaks against it.
+        """
         info = payload_of(request, "init_info")
         with self._gate.rpc():
             self._updates.init(info)
@@ -132,13 +140,14 @@ class TorchEngineActor:
 
     @ray.method(concurrency_group=CONTROL_GROUP)
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Close the update, and then, in a second step, set the label if there is one. Half an update is accepted here."""
+        """Close the update, and then set the label if there is one. Half an update is accepted here."""
         with self._gate.rpc():
             self._gate.require_update("finish_weight_update called without a matching start_weight_update.")
             self._updates.finish()
             self._gate.close_update()
         if weight_version is not None:
-            self.update_weight_version(weight_version)
+            with self._gate.rpc():  # a second RPC, as in vLLM: the two are not atomic
+                self._version = str(weight_version)
 
     # -- generation --------------------------------------------------------------------------------------------------------
 
@@ -195,7 +204,9 @@ class TorchEngineActor:
     # -- what it is --------------------------------------------------------------------------------------------------------
 
     @ray.method(concurrency_group=CONTROL_GROUP)
-    def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> list[Any]:
+    def collective_rpc(
+        self, method: str, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> list[Any]:
         """Run ``method`` on the only worker. It has ``"rws_describe"``.
 
         Raises:
@@ -227,7 +238,7 @@ class TorchEngineActor:
             "paused": self._gate.paused,
             "version": self._version,
             "unfinished_requests": self._gate.unfinished,
-            "verbs": [verb for verb in KNOWN_VERBS if verb != START_DRAFT],
+            "verbs": [verb for verb in KNOWN_VERBS if hasattr(self, verb)],
             "failed": {},
         }
         try:
@@ -248,7 +259,9 @@ def payload_of(request: Any, field: str) -> Any:
     return request[field] if isinstance(request, dict) else getattr(request, field)
 
 
-TorchEngine = ray.remote(
+_remote: Any = ray.remote  # its overloads do not know concurrency_groups
+
+TorchEngine: ActorClass[TorchEngineActor] = _remote(
     concurrency_groups={CONTROL_GROUP: CONTROL_THREADS},
     max_concurrency=MAX_REQUESTS,
     num_cpus=0,

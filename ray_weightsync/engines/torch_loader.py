@@ -10,7 +10,9 @@ from collections.abc import Iterator
 
 import torch
 
+from ray_weightsync.weights.copying import flat_bytes
 from ray_weightsync.weights.plan import Plan
+from ray_weightsync.weights.ties import shared_names
 
 MAX_PROBLEMS = 20
 
@@ -27,12 +29,15 @@ class ModuleLoader:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._targets = tensors_by_name(module)
-        self._group = {name: _identity(name, tensor) for name, tensor in self._targets.items()}
-        self._loaded: dict[object, str] = {}
         self.awake = True
         for name, tensor in self._targets.items():
             if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_quantized:
                 raise ValueError(f"{name} is a {_kind(tensor)} tensor; weights can only be copied into ordinary ones")
+        self._buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
+        first = {name: group[0] for group in shared_names(self._targets) for name in group}
+        self._group = {name: first.get(name, name) for name in self._targets}
+        """By name, the first name of the tensor that it stands for."""
+        self._loaded: dict[str, str] = {}
 
     def check(self, plan: Plan) -> list[str]:
         """Every way in which ``plan`` is not this module: unknown and missing names, shapes, dtypes (at most 20 are named)."""
@@ -48,14 +53,18 @@ class ModuleLoader:
                 problems.append(f"{spec.name} has shape {list(spec.shape)}, the engine's has {list(target.shape)}")
             if _dtype_name(target) != spec.dtype:
                 problems.append(f"{spec.name} has dtype {spec.dtype}, the engine's has {_dtype_name(target)}")
-        missing: dict[object, list[str]] = {}
+        missing: dict[str, list[str]] = {}
         for name, group in self._group.items():
             if group not in brought:
                 missing.setdefault(group, []).append(name)
-        problems += [f"{' (the same tensor as '.join(names)}{')' * (len(names) - 1)} is missing from the plan" for names in missing.values()]
+        problems += [self._missing(names) for names in missing.values()]
         if len(problems) > MAX_PROBLEMS:
             problems[MAX_PROBLEMS:] = [f"and {len(problems) - MAX_PROBLEMS} more problems"]
         return problems
+
+    def _missing(self, names: list[str]) -> str:
+        hint = ", a buffer: ModuleSource(..., buffers=...) sends it" if names[0] in self._buffers else ""
+        return f"{' or '.join(names)} is missing from the plan{hint}"
 
     def unjudged(self) -> list[str]:
         """Nothing: names, shapes and dtypes are all there is to a plain module."""
@@ -87,7 +96,7 @@ class ModuleLoader:
             if first is None:
                 target.copy_(tensor)
                 self._loaded[group] = name
-            elif not _same_bytes(target, tensor):
+            elif not torch.equal(flat_bytes(target.contiguous()), flat_bytes(tensor.contiguous())):  # as bytes: NaN equals itself, 0.0 is not -0.0
                 raise ValueError(f"{first} and {name} are one tensor in the engine's model, and different values were sent for them")
 
     def finish(self) -> None:
@@ -114,19 +123,6 @@ def tensors_by_name(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     named = {name: tensor.detach() for name, tensor in module.named_parameters(remove_duplicate=False)}
     named.update({name: tensor for name, tensor in module.named_buffers(remove_duplicate=False) if name in kept})
     return named
-
-
-def _identity(name: str, tensor: torch.Tensor) -> object:
-    """Equal for names that are views of the same memory in the same way."""
-    if tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
-        return name
-    return (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
-
-
-def _same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
-    # As bytes: NaN equals itself, and 0.0 is not -0.0.
-    raw_left, raw_right = (each.contiguous().view(-1).view(torch.uint8) for each in (left, right))
-    return torch.equal(raw_left, raw_right)
 
 
 def _dtype_name(tensor: torch.Tensor) -> str:

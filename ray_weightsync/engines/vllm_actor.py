@@ -6,15 +6,19 @@ vLLM is imported in the actor's own process only. Requests and answers are plain
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 import ray
+from ray.actor import ActorClass
 
 from ray_weightsync.engines.mixin import EngineMixin
 
 MAX_REQUESTS = 1000
 """Requests in flight per actor, frozen ones included; Ray's own default for an asynchronous actor."""
+
+
+Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 
 
 class VLLMEngine(EngineMixin):
@@ -36,7 +40,7 @@ class VLLMEngine(EngineMixin):
 
         self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**{**vllm_engine_args(), **engine_args}))
 
-    async def generate(self, prompt: str | list[int] | Mapping[str, Any], sampling: Mapping[str, Any] | None = None, *, request_id: str | None = None) -> dict[str, Any]:
+    async def generate(self, prompt: Prompt, sampling: Mapping[str, Any] | None = None, *, request_id: str | None = None) -> dict[str, Any]:
         """Run one request to its end. While generation is paused it waits.
 
         Args:
@@ -45,19 +49,19 @@ class VLLMEngine(EngineMixin):
             request_id: By default a fresh one.
 
         Returns:
-            ``request_id``, ``prompt_token_ids``, ``num_cached_tokens``, and ``outputs``: one dict per sequence with ``token_ids``, ``text``,
-            ``finish_reason`` (``"abort"`` if a pause aborted it) and ``weight_versions``, the spans ``(version, start, end)`` of output tokens
-            that each version made (empty before vLLM 0.28).
+            ``request_id``, ``prompt_token_ids``, ``num_cached_tokens``, and ``outputs``: one dict per sequence with ``token_ids``,
+            ``text``, ``finish_reason`` (``"abort"`` if a pause aborted it) and ``weight_versions``, the spans ``(version, start, end)`` of
+            output tokens that each version made (empty before vLLM 0.28).
         """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(**{"output_kind": RequestOutputKind.FINAL_ONLY, **(sampling or {})})
         given: Any = {"prompt_token_ids": list(prompt)} if isinstance(prompt, list | tuple) else prompt
-        last: Any = None
-        async for last in self.llm.generate(given, params, request_id=request_id or uuid.uuid4().hex):
-            pass
-        return plain_output(last)
+        final: Any = None
+        async for output in self.llm.generate(given, params, request_id=request_id or uuid.uuid4().hex):
+            final = output
+        return plain_output(final)
 
 
 def plain_output(output: Any) -> dict[str, Any]:
@@ -78,7 +82,9 @@ def plain_output(output: Any) -> dict[str, Any]:
     }
 
 
-VLLMEngineActor = ray.remote(
+_remote: Any = ray.remote  # its overloads do not know concurrency_groups
+
+VLLMEngineActor: ActorClass[VLLMEngine] = _remote(
     concurrency_groups=EngineMixin.concurrency_groups,
     max_concurrency=MAX_REQUESTS,
     max_restarts=0,

@@ -22,13 +22,14 @@ GET_VERSION = "get_weight_version"
 SET_VERSION = "update_weight_version"
 RESET_PREFIX_CACHE = "reset_prefix_cache"
 COLLECTIVE_RPC = "collective_rpc"
+WORLD_SIZE = "get_world_size"
 
 REQUIRED_VERBS = (INIT, START, UPDATE, FINISH)
 """What every vLLM from 0.26 on speaks; an engine that lacks one of these is none."""
 
 KNOWN_VERBS = (
     *REQUIRED_VERBS,
-    *(SHUTDOWN, START_DRAFT, PAUSE, RESUME, IS_PAUSED, GET_VERSION, SET_VERSION, RESET_PREFIX_CACHE, COLLECTIVE_RPC),
+    *(SHUTDOWN, START_DRAFT, PAUSE, RESUME, IS_PAUSED, GET_VERSION, SET_VERSION, RESET_PREFIX_CACHE, COLLECTIVE_RPC, WORLD_SIZE),
 )
 """What this package may ask for; all but the required ones are missing in some engine or other."""
 

@@ -7,14 +7,11 @@ meanwhile, nobody could tell whether a POST was carried out.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import pickle
-import threading
 import time
-from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import pybase64
 import requests
@@ -25,11 +22,10 @@ from ray_weightsync.protocol import channel as verbs
 from ray_weightsync.protocol.http_routes import NOTHING, ROUTES, Exchange, UnexpectedAnswer
 from ray_weightsync.protocol.messages import IPC_HANDLES, Payload
 from ray_weightsync.protocol.reading import ChannelError
+from ray_weightsync.protocol.threads import in_daemon_thread
 from ray_weightsync.protocol.urls import Secret, as_secret, base_url, is_loopback
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 CONNECT_S = 10.0
 ANSWER_S = 3600.0
@@ -124,12 +120,24 @@ class HTTPChannel:
             UnsupportedError: if the server, or this channel, has no such route; nothing was done.
             HTTPCallError: for any other answer than the one expected, or none.
         """
+        return await self.perform(verb, self.prepared(verb, *args, **kwargs))
+
+    def prepared(self, verb: str, *args: Any, **kwargs: Any) -> Exchange:
+        """The exchange that `call` would carry out. Apart, so that a client can check every server's before it sends any.
+
+        Raises:
+            TypeError, ConfigError: if the arguments cannot be sent.
+            UnsupportedError: if there is no route for ``verb``.
+        """
         route = ROUTES.get(verb)
         if route is None:
             raise verbs.unsupported(verb, (self.label,))
         if verb == verbs.UPDATE and args:
             args = (self._with_handles_encoded(args[0]), *args[1:])
-        exchange = route(*args, **kwargs)
+        return route(*args, **kwargs)
+
+    async def perform(self, verb: str, exchange: Exchange) -> Any:
+        """Carry out an exchange made by `prepared`; raises as `call` does."""
         return await in_daemon_thread(lambda: self._carry_out(verb, exchange))
 
     def _with_handles_encoded(self, update: Payload) -> Payload:
@@ -269,31 +277,3 @@ def _complaint(each: Any) -> str:
     if isinstance(each, dict) and isinstance(each.get("loc"), list) and "msg" in each:
         return f"{'.'.join(map(str, each['loc']))}: {each['msg']}"
     return str(each)
-
-
-async def in_daemon_thread(function: Callable[[], T]) -> T:
-    """Await ``function()`` on a daemon thread of its own: asyncio's executor would keep the process alive until a hung server answers."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: Any, error: BaseException | None) -> None:
-        if future.done():
-            return  # whoever asked has stopped waiting
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
-
-    def work() -> None:
-        result, error = None, None
-        try:
-            result = function()
-        except BaseException as raised:
-            error = raised
-        try:
-            loop.call_soon_threadsafe(settle, result, error)
-        except RuntimeError:  # the loop is closed: nobody is left to tell
-            logger.debug("an answer came after its loop was closed: %r", error if error is not None else result)
-
-    threading.Thread(target=work, name="rws-http", daemon=True).start()
-    return await future

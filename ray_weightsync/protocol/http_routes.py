@@ -16,7 +16,6 @@ from ray_weightsync.protocol.messages import Payload, plain, plain_args
 
 WEIGHT_INFO = "weight_info"
 SERVER_INFO = "server_info"
-WORLD_SIZE = "get_world_size"
 RESET_MM_CACHE = "reset_mm_cache"
 
 NOTHING = object()
@@ -183,7 +182,7 @@ ROUTES: Mapping[str, Callable[..., Exchange]] = {
     verbs.RESET_PREFIX_CACHE: _reset_prefix_cache,
     verbs.COLLECTIVE_RPC: _collective_rpc,
     RESET_MM_CACHE: _reset_mm_cache,
-    WORLD_SIZE: _world_size,
+    verbs.WORLD_SIZE: _world_size,
     WEIGHT_INFO: _weight_info,
     SERVER_INFO: _server_info,
 }

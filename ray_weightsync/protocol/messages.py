@@ -1,7 +1,8 @@
 """What a payload may hold, and the plain copy of it that is sent.
 
 Everything is checked and copied before anything touches the network: a dtype object, a tuple or a NaN in the middle of a payload
-would otherwise fail in one engine's worker, when others have already begun. Torch is recognised, never imported: the control plane does not need it.
+would otherwise fail in one engine's worker, when others have already begun. Torch is recognised, never imported: the control plane
+does not need it.
 """
 
 from __future__ import annotations

@@ -200,7 +200,7 @@ class ActorChannel:
     async def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run ``function(actor, *args)`` in the actor's process, beside its calls, and return what it returns.
 
-        It travels by value with its module, which must not need anything that the engine's process lacks; it must neither wait nor be async.
+        It travels by value with its module, which must not need anything that the engine's process lacks. It must not wait, nor be async.
         """
         return await self.handle.__ray_call__.options(**_beside()).remote(_by_value(function), *args)
 
@@ -245,7 +245,7 @@ class ActorChannel:
                 f"{self.label}: the event loop of the {engine} cannot be found; it is told from its output_handler, which vLLM starts "
                 "with the engine if that is made on a running loop, else with its first request",
                 replicas=(self.label,),
-                hint="make the engine in the __init__ or in an async method of an async actor, or derive the actor's class from EngineMixin",
+                hint="make the engine in the __init__ or an async method of an async actor, or derive the actor's class from EngineMixin",
             )
         crowd = facts["actor_is_async"] or (facts["max_concurrency"] or 1) > 1
         if not facts["is_async"] and crowd:

@@ -82,7 +82,7 @@ def words(error: BaseException) -> str:
         return _short(last_words(str(error)))
     if "RayTaskError" in names:
         cause = _cause(error)
-        if cause is None or type(cause) is type(error):
+        if cause is None or cause is error:
             return _short(last_words(str(error)))
         return _short(words(cause))
     if names & _GONE:

@@ -52,7 +52,7 @@ def copy_hashed(tensor: torch.Tensor, destination: memoryview, on_bytes: Callabl
     if not tensor.is_contiguous():
         _copy_strided(tensor, destination)
         return xxhash.xxh3_128_digest(destination)
-    source = _bytes_of(tensor)
+    source = flat_bytes(tensor).numpy().data
     if destination.nbytes <= BLOCK_BYTES:
         destination[:] = source
         return xxhash.xxh3_128_digest(destination)
@@ -64,7 +64,7 @@ def hash_only(tensor: torch.Tensor) -> bytes:
     if tensor.numel() == 0:
         return xxhash.xxh3_128_digest(b"")
     if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-        return xxhash.xxh3_128_digest(_bytes_of(tensor.detach()))
+        return xxhash.xxh3_128_digest(flat_bytes(tensor.detach()).numpy().data)
     return copy_hashed(tensor, memoryview(bytearray(tensor.numel() * tensor.element_size())))
 
 
@@ -92,9 +92,11 @@ def _resolved(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    # view(-1) first: a 0-d tensor, and one whose last dimension has size 1 and an odd stride, cannot be viewed as bytes.
-    return tensor.view(-1).view(torch.uint8).numpy().data
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor as a one-dimensional uint8 tensor."""
+    # Not view(-1): that keeps the stride of a dimension of size 1, which may be odd though the tensor counts as contiguous, and
+    # torch refuses to view such a tensor as bytes.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
@@ -114,7 +116,7 @@ def _copy_strided(tensor: torch.Tensor, destination: memoryview) -> None:
 
 
 def _copy_from_device(tensor: torch.Tensor, destination: memoryview, on_bytes: Callable[[int], None] | None) -> bytes:
-    source = _as_integers(tensor).contiguous().view(-1).view(torch.uint8)
+    source = flat_bytes(_as_integers(tensor).contiguous())
     target = torch.from_numpy(numpy.frombuffer(destination, dtype=numpy.uint8))
     state = xxhash.xxh3_128()
     stop = destination.nbytes

@@ -87,9 +87,9 @@ class ModuleSource(SourceBase):
                 _refuse_sharded_fsdp1(path, module)
             if traits.wraps_module:
                 wrapped.append(f"{path}." if path else "")
-            if getattr(module, "_tied_weights_keys", None) if traits.may_tie else None:
+            if traits.may_tie or "_tied_weights_keys" in module.__dict__:
                 tying.append((path, module))
-        wrapped.reverse()  # innermost first, so that the outer prefixes still fit
+        wrapped.sort()  # innermost first, so that the outer prefixes still fit
 
         tensors: dict[str, torch.Tensor] = dict(self._module.named_parameters(remove_duplicate=False))
         sent = {name: _stripped(name, wrapped) for name in tensors}

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 
 from ray_weightsync.errors import ConfigError
+from ray_weightsync.weights.copying import flat_bytes
 
 
 def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -123,6 +124,6 @@ def refuse_disagreement(
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     # As bytes: NaN equals itself, and every dtype can be compared.
     def bits(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+        return flat_bytes(tensor.resolve_conj().resolve_neg().contiguous())
 
     return torch.equal(bits(a), bits(b).to(a.device))

@@ -20,7 +20,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from ray_weightsync.weights.plan import Plan
 from ray_weightsync.worker.agreement import over_world_group
 from ray_weightsync.worker.receiver import Receiver
-from ray_weightsync.worker.reload import LayerwiseReload
+from ray_weightsync.worker.reload import LayerwiseReload, restored
 from ray_weightsync.worker.twin import check_on_twin
 from ray_weightsync.worker.updates import RESIDENT, WorkerUpdates
 
@@ -51,8 +51,9 @@ class RwsBackend(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[mi
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
+        agreement = over_world_group(get_world_group())
         self.updates = WorkerUpdates(
-            VLLMModel(vllm_config, device, model), over_world_group(get_world_group()), self.receivers(), resident=resident
+            VLLMModel(vllm_config, device, model, agreement.world_size), agreement, self.receivers(), resident=resident
         )
 
     def receivers(self) -> Mapping[str, Receiver]:
@@ -99,7 +100,8 @@ class RwsBackend(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[mi
 class VLLMModel:
     """The way into the model of one vLLM worker: a `ModelLoader` of `ray_weightsync.worker.updates`."""
 
-    def __init__(self, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+    def __init__(self, vllm_config: Any, device: torch.device, model: torch.nn.Module, world_size: int) -> None:
+        self._world_size = world_size
         self._vllm_config = vllm_config
         self._device = device
         self._model: Any = model
@@ -114,7 +116,7 @@ class VLLMModel:
             return [f"this engine's backend updates the main model only, not {plan.target!r}"]
         # vLLM sets its config around start, update and finish, but not around this call; some loaders read it.
         with set_current_vllm_config(self._vllm_config), _without_mtp_check():
-            verdict = check_on_twin(self._model, plan)
+            verdict = check_on_twin(self._model, plan, restored=restored, world_size=self._world_size)
         self._unjudged = list(verdict.unjudged)
         return list(verdict.problems)
 

@@ -18,9 +18,17 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from ray_weightsync.worker.twin import is_optional
+
 logger = logging.getLogger(__name__)
 
 MAX_NAMED = 5
+
+
+def restored(layer: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The parameters and buffers, on meta and with their loaders, that a reload gives to ``layer``."""
+    parameters, buffers = get_layerwise_info(layer).restore_metadata
+    return parameters, buffers
 
 
 class LayerwiseReload:
@@ -106,12 +114,6 @@ class LayerwiseReload:
             if any(parameter.numel() and not is_optional(each) for each, parameter in parameters.items()):
                 stale.append(name or "the model")
         return stale
-
-
-def is_optional(parameter: str) -> bool:
-    """Whether a checkpoint may lack this parameter: scales of activations and of the KV cache have defaults."""
-    leaf = parameter.rpartition(".")[2]
-    return leaf.startswith(("input_", "q_", "k_", "v_", "prob_")) and leaf.endswith(("scale", "zero_point"))
 
 
 def _named(names: list[str]) -> str:

@@ -23,10 +23,8 @@ from typing import Any, cast
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from ray_weightsync.weights.plan import Plan
-from ray_weightsync.worker.reload import is_optional
+from ray_weightsync.weights.plan import Plan, TensorSpec
 
 MAX_PROBLEMS = 5
 
@@ -57,16 +55,22 @@ class Verdict:
     unjudged: list[str] = field(default_factory=list)
 
 
-def check_on_twin(model: torch.nn.Module, plan: Plan) -> Verdict:
+Restored = Callable[[torch.nn.Module], tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]
+"""Tells which parameters and buffers, as meta tensors with their loaders, a reload would give to a module."""
+
+
+def check_on_twin(model: torch.nn.Module, plan: Plan, *, restored: Restored, world_size: int) -> Verdict:
     """Load ``plan`` into a meta twin of ``model`` and say what each parameter would get. ``model`` is not touched.
 
     Args:
         model: A live vLLM model, loaded, with no reload session open.
         plan: Names, dtypes and shapes as the model's ``load_weights`` is to be given them.
+        restored: What a reload would put into each module of ``model``.
+        world_size: Workers of this engine.
     """
     try:
-        twin = _build(model)
-        ledger = _Ledger(twin)
+        twin = _build(model, restored)
+        ledger = _Ledger(twin, world_size)
     except Exception as error:  # a model that cannot be cloned is a missing guarantee; the round itself still attests its bytes
         return Verdict(unjudged=[f"the model could not be cloned without memory, so nothing of the plan is checked: {_said(error)}"])
     wire = _Wire(plan)
@@ -75,14 +79,14 @@ def check_on_twin(model: torch.nn.Module, plan: Plan) -> Verdict:
         with torch.no_grad(), _Watch(ledger, wire):
             cast(Any, twin).load_weights(iter(wire))
     except Exception as error:
-        stopped = wire.current_text() + _said(error)
+        stopped = f"{_where(wire.current, ledger)}{_said(error)}"
         if _is_of_the_method(error):
             return Verdict(ledger.dtype_problems(), [f"the check could not go on {stopped}: what follows is not checked"])
     problems = ledger.dtype_problems()
     if stopped is not None:
         problems.append(stopped)
     else:
-        problems += ledger.coverage_problems()
+        problems += ledger.coverage_problems(plan)
     return Verdict(_first(problems), ledger.unjudged())
 
 
@@ -91,19 +95,22 @@ class _Wire:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self.current: str | None = None
-        self._where = ""
+        self.current: TensorSpec | None = None
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for spec in self._plan.tensors:
-            self.current = spec.name
-            self._where = f"at tensor {spec.name!r} ({spec.dtype}, shape {list(spec.shape)}): "
+            self.current = spec
             yield spec.name, torch.empty(spec.shape, dtype=spec.torch_dtype, device="meta")
         # A loader that collects everything first is not busy with the last one: nobody can tell which it is.
-        self.current, self._where = None, ""
+        self.current = None
 
-    def current_text(self) -> str:
-        return self._where
+
+def _where(spec: TensorSpec | None, ledger: _Ledger) -> str:
+    if spec is None:
+        return ""
+    shape = ledger.shapes.get(spec.name)
+    here = "" if shape is None else f"; the parameter here has shape {list(shape)}"
+    return f"at tensor {spec.name!r} ({spec.dtype}, shape {list(spec.shape)}{here}): "
 
 
 @dataclass
@@ -112,6 +119,7 @@ class _Parameter:
 
     name: str
     tensor: torch.Tensor
+    shards: int
     copied: int = 0
     filled: int = 0
     sources: dict[tuple[int, tuple[int, ...], tuple[int, ...]], str | None] = field(default_factory=dict)
@@ -121,12 +129,20 @@ class _Parameter:
 class _Ledger:
     """Who wrote how much into which parameter; kept by the parameter's storage, which its slices and views share."""
 
-    def __init__(self, twin: torch.nn.Module) -> None:
+    def __init__(self, twin: torch.nn.Module, world_size: int) -> None:
         self._of: dict[int, _Parameter] = {}
+        self._used: dict[str, tuple[int, _Parameter]] = {}
         self._dtypes: dict[str, str] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
         self._broadcast: dict[str, str] = {}
-        for name, tensor in twin.named_parameters():
-            self._of[_storage(tensor)] = _Parameter(name, tensor)
+        for prefix, module in twin.named_modules():
+            # How many ranks may share one tensor of the wire; a module that does not say shares it with all of them at most.
+            shards = getattr(module, "tp_size", None)
+            shards = shards if isinstance(shards, int) and shards > 0 else world_size
+            for leaf, tensor in module.named_parameters(recurse=False):
+                name = f"{prefix}.{leaf}" if prefix else leaf
+                self.shapes[name] = tuple(tensor.shape)
+                self._of.setdefault(_storage(tensor), _Parameter(name, tensor, shards))
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, wire: str | None) -> None:
         parameter = self._of.get(_storage(target))
@@ -143,6 +159,8 @@ class _Ledger:
             self._broadcast.setdefault(
                 parameter.name, f"{parameter.name}: shape {list(source.shape)} does not fill the place of shape {list(target.shape)}"
             )
+        if wire is not None:
+            self._used[wire] = (self._used[wire][0] + target.numel() if wire in self._used else target.numel(), parameter)
         place = (int(target.storage_offset()), tuple(target.shape), tuple(target.stride()))
         if place not in parameter.sources:
             parameter.sources[place] = wire
@@ -158,8 +176,18 @@ class _Ledger:
     def dtype_problems(self) -> list[str]:
         return list(self._dtypes.values())
 
-    def coverage_problems(self) -> list[str]:
+    def coverage_problems(self, plan: Plan) -> list[str]:
         problems = list(self._broadcast.values())
+        # Loaders of fused and sharded layers cut out what they need, so a tensor that is too large passes them unnoticed.
+        for spec in plan.tensors:
+            used, parameter = self._used.get(spec.name, (0, None))
+            # Ranks get equal shards, but for the last ones of a padded vocabulary, which fill up with zeros; unused tensors are
+            # those of other pipeline stages or experts.
+            if parameter is not None and not parameter.filled and used * parameter.shards < spec.numel:
+                problems.append(
+                    f"{spec.name!r} of shape {list(spec.shape)} is larger than its place in {parameter.name}: "
+                    f"{used} of {spec.numel} elements would be used here"
+                )
         for parameter in self._of.values():
             whole = parameter.tensor.numel()
             # Some quantised weights are created with padding that no checkpoint has; vLLM notes the rest (0.31 and later).
@@ -184,6 +212,12 @@ class _Ledger:
         return _first(found)
 
 
+def is_optional(parameter: str) -> bool:
+    """Whether a checkpoint may lack this parameter: scales of activations and of the KV cache have defaults."""
+    leaf = parameter.rpartition(".")[2]
+    return leaf.startswith(("input_", "q_", "k_", "v_", "prob_")) and leaf.endswith(("scale", "zero_point"))
+
+
 def _missing(parameter: _Parameter, wanted: int) -> str:
     if parameter.copied == 0:
         return f"{parameter.name} would be given nothing: it is missing from the plan (a tied weight is sent under each of its names)"
@@ -205,7 +239,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is _COPY:
             target, source = args[0], args[1]
             _require_meta(target)
-            self._ledger.copy(target, source, self._wire.current)
+            current = self._wire.current
+            self._ledger.copy(target, source, None if current is None else current.name)
         elif func in _FILLS:
             _require_meta(args[0])
             self._ledger.fill(args[0])
@@ -245,7 +280,7 @@ def _one(dtype: torch.dtype) -> bool | int | float | complex:
 _Clones = dict[torch.nn.Module, torch.nn.Module]
 
 
-def _build(model: torch.nn.Module) -> torch.nn.Module:
+def _build(model: torch.nn.Module, restored: Restored) -> torch.nn.Module:
     """A shallow clone of the module tree whose parameters and buffers are on meta, as vLLM restores them for a reload."""
     clones: _Clones = {}
 
@@ -260,9 +295,9 @@ def _build(model: torch.nn.Module) -> torch.nn.Module:
 
     root = clone(model)
     for source, twin in clones.items():
-        restored_parameters, restored_buffers = get_layerwise_info(source).restore_metadata
-        twin.__dict__["_parameters"] = _on_meta(source._parameters, restored_parameters)
-        twin.__dict__["_buffers"] = _on_meta(source._buffers, restored_buffers)
+        parameters, buffers = restored(source)
+        twin.__dict__["_parameters"] = _on_meta(source._parameters, parameters)
+        twin.__dict__["_buffers"] = _on_meta(source._buffers, buffers)
         for tensor in (*twin._parameters.values(), *twin._buffers.values()):
             if tensor is not None:
                 _rebind_all(tensor.__dict__, twin, source, clones)

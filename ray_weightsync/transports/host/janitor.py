@@ -73,7 +73,7 @@ def free(fd: int) -> bool:
     return True
 
 
-def own(directory_fd: int, session: str, *, limit_s: float = OWN_LIMIT_S) -> int:
+def own(directory_fd: int, session: str, *, limit_s: float) -> int:
     """Become the owner of ``session``: create and lock its owner file, unlinking what a dead owner left.
 
     Returns:

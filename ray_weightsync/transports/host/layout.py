@@ -127,7 +127,8 @@ def check_num_bytes(num_bytes: object) -> int:
 
 def check_directory_name(directory: object) -> str:
     """``directory``, if it is an absolute path in its plainest form. Raises `SlotError` if not."""
-    if not isinstance(directory, str) or "\0" in directory or not os.path.isabs(directory) or os.path.normpath(directory) != directory:
+    plain = isinstance(directory, str) and re.fullmatch(r"(/[^/\0]+)+", directory) and os.path.normpath(directory) == directory
+    if not isinstance(directory, str) or not plain:
         raise SlotError(f"directory must be an absolute path without '..', '//' or a '/' at its end, not {directory!r}")
     return directory
 

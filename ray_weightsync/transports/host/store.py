@@ -118,7 +118,7 @@ class SnapshotStore:
             undo.callback(os.close, self._directory_fd)
             for dead in janitor.reap_dead(self._directory_fd):
                 logger.info("unlinked what the dead session %s left in %s", dead, directory)
-            owner_fd = janitor.own(self._directory_fd, session)
+            owner_fd = janitor.own(self._directory_fd, session, limit_s=janitor.OWN_LIMIT_S)
             undo.callback(os.close, owner_fd)
             # unlinked while it is locked: nobody may take an unlocked file for a dead session's and find a living successor's slots
             undo.callback(self._unlink, janitor.owner_name(session))

@@ -62,7 +62,8 @@ class Stage:
     def weights(self, seed: int, plan: Plan | None = None) -> dict[str, torch.Tensor]:
         generator = torch.Generator().manual_seed(seed)
         return {
-            spec.name: torch.randint(-100, 100, spec.shape, generator=generator).to(spec.torch_dtype) for spec in (plan or self.plan).tensors
+            spec.name: torch.randint(-100, 100, spec.shape, generator=generator).to(spec.torch_dtype)
+            for spec in (plan or self.plan).tensors
         }
 
     def write(self, address: Mapping[str, Any], seed: int, plan: Plan | None = None) -> Packed:
@@ -143,7 +144,11 @@ class Child:
 
     def __init__(self, code: str, *arguments: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", code, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3]
+            [sys.executable, "-c", code, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[3],
         )
 
     def line(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -256,7 +256,8 @@ class TestFailures:
         worker.model.fail_at = {"load"}
         worker.receiver.fail_close = True
         worker.session()
-        with pytest.raises(ValueError, match=r"closing the delivery: OSError: made to fail in close; update_weights: .*made to fail in load"):
+        told = r"closing the delivery: OSError: made to fail in close; update_weights: .*made to fail in load"
+        with pytest.raises(ValueError, match=told):
             worker.outcome()
 
     def test_a_second_update_in_one_session_spoils_it(self, worker: Worker) -> None:
@@ -325,7 +326,7 @@ class TestFailures:
 
 
 class TestPayloads:
-    BAD_UPDATES = [
+    BAD_UPDATES: ClassVar[list[Any]] = [
         None,
         [],
         "text",
@@ -349,7 +350,7 @@ class TestPayloads:
         worker.session("r2")
         worker.outcome("r2")
 
-    BAD_INITS = [
+    BAD_INITS: ClassVar[list[Any]] = [
         None,
         [],
         7,
@@ -386,7 +387,7 @@ class TestPlans:
     def test_a_refused_plan_is_not_kept_and_every_problem_is_told(self) -> None:
         worker = Worker()
         worker.model.problems = ["a: wrong shape", "c is unknown"]
-        with pytest.raises(ValueError, match="^rws: rank 0: a: wrong shape; c is unknown$"):
+        with pytest.raises(ValueError, match=r"^rws: rank 0: a: wrong shape; c is unknown$"):
             worker.plan()
         assert worker.updates.describe("n")["plans"] == []
 
@@ -434,7 +435,7 @@ class TestPlans:
 class TestSee:
     def test_a_probe_reaches_the_receiver_and_its_refusal_is_told(self, worker: Worker) -> None:
         worker.updates.init({"op": "see", "transport": "host", "probe": {"name": "x"}})
-        with pytest.raises(ValueError, match="^rws: rank 0: OSError: nothing there$"):
+        with pytest.raises(ValueError, match=r"^rws: rank 0: OSError: nothing there$"):
             worker.updates.init({"op": "see", "transport": "host", "probe": {"hidden": True}})
         assert worker.receiver.seen == [{"name": "x"}, {"hidden": True}]
 

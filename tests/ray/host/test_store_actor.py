@@ -1,0 +1,170 @@
+"""The store behind a Ray handle: typed errors, snapshots across processes, and nothing left however it ends."""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import tempfile
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from ray_weightsync.transports.host.actor import start_store
+from ray_weightsync.transports.host.layout import NoRoomError, SlotError
+from ray_weightsync.transports.host.receiver import HostReceiver
+from ray_weightsync.transports.host.store import StoreStats
+from ray_weightsync.transports.host.writer import SlotWriter
+from ray_weightsync.weights.plan import ParamMeta, Plan
+
+LIMIT_S = 60.0
+WEIGHTS = {"w": torch.arange(1000, dtype=torch.float32), "b": torch.ones(3, dtype=torch.bfloat16)}
+PLAN = Plan.from_metadata(ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in WEIGHTS.items())
+
+
+def get(ref: Any) -> Any:
+    return ray.get(ref, timeout=LIMIT_S)
+
+
+def wait_gone(pid: int) -> None:
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        ready, _, _ = select.select([pidfd], [], [], LIMIT_S)
+        assert ready, f"process {pid} is still there after {LIMIT_S} s"
+    finally:
+        os.close(pidfd)
+
+
+@pytest.fixture
+def node_id(ray_cluster: str) -> str:
+    return str(ray.get_runtime_context().get_node_id())
+
+
+@pytest.fixture
+def directory() -> Iterator[str]:
+    path = tempfile.mkdtemp(prefix="rws-tests-", dir="/dev/shm")
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def store(node_id: str, directory: str) -> Iterator[Any]:
+    handle = start_store(node_id, session=uuid.uuid4().hex[:16], directory=directory, num_slots=2, limit_s=LIMIT_S)
+    yield handle
+    ray.kill(handle)
+
+
+def stage(store: Any, writer: SlotWriter, weights: dict[str, torch.Tensor]) -> str:
+    snapshot = uuid.uuid4().hex
+    address = get(store.open_slot.remote(snapshot, PLAN.digest, PLAN.num_bytes, False))
+    packed = writer.write(address, PLAN, iter(weights.items()), progress_bytes=4096)
+    get(store.seal.remote(snapshot, packed.digest))
+    return snapshot
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def read(plan: dict[str, Any], probe: dict[str, str], address: dict[str, Any]) -> tuple[str, float]:
+    """What an engine worker does."""
+    receiver = HostReceiver()
+    receiver.see(probe)
+    delivery = receiver.open(Plan.from_wire(plan), {"slot": address, "limit_s": LIMIT_S})
+    total = sum(float(tensor.double().sum()) for _, tensor in delivery)
+    return delivery.received().digest, total
+
+
+def test_a_snapshot_reaches_other_processes(store: Any, directory: str) -> None:
+    with SlotWriter() as writer:
+        snapshot = stage(store, writer, WEIGHTS)
+        get(store.mark_committed.remote(snapshot))
+        address, probe = get(store.address.remote(snapshot)), get(store.probe.remote())
+        answers = get([read.remote(PLAN.to_wire(), probe, address) for _ in range(2)])
+    assert answers[0] == answers[1]
+    assert answers[0][1] == sum(float(tensor.double().sum()) for tensor in WEIGHTS.values())
+    stats = get(store.stats.remote())
+    assert isinstance(stats, StoreStats)
+    assert (stats.slots, stats.committed, stats.retired) == (1, snapshot, 0)
+    assert get(store.discard.remote("0" * 32)) is False
+
+
+def test_errors_arrive_as_what_they_are(store: Any, directory: str) -> None:
+    with pytest.raises(NoRoomError) as caught:
+        get(store.open_slot.remote(uuid.uuid4().hex, PLAN.digest, 1 << 50, False))
+    cause = caught.value.cause if isinstance(caught.value, ray.exceptions.RayTaskError) else caught.value
+    assert (cause.needed_bytes, cause.directory) == ((1 << 50) + 4096, directory)
+    assert 0 < cause.available_bytes < 1 << 50
+    with pytest.raises(SlotError, match="has no slot"):
+        get(store.seal.remote("0" * 32, "1" * 32))
+    with pytest.raises(SlotError, match="snapshot must be 32 hex digits"):
+        get(store.open_slot.remote("../x", PLAN.digest, 64, False))
+
+
+def test_a_closed_store_leaves_nothing(store: Any, directory: str) -> None:
+    with SlotWriter() as writer:
+        stage(store, writer, WEIGHTS)
+    pid = get(store.stats.remote()).janitor_pid
+    get(store.close.remote())
+    get(store.close.remote())
+    assert os.listdir(directory) == []
+    wait_gone(pid)
+
+
+def test_a_killed_store_leaves_nothing(store: Any, directory: str) -> None:
+    with SlotWriter() as writer:
+        snapshot = stage(store, writer, WEIGHTS)
+    delivery = HostReceiver().open(PLAN, {"slot": get(store.address.remote(snapshot))})
+    pid = get(store.stats.remote()).janitor_pid
+    assert len(os.listdir(directory)) == 2
+    ray.kill(store)  # SIGKILL, and Ray kills what children the worker has
+    wait_gone(pid)
+    assert os.listdir(directory) == []
+    assert torch.equal(dict(delivery)["w"], WEIGHTS["w"]), "maps keep serving"
+
+
+@ray.remote(num_cpus=0, max_restarts=0)
+class Owner:
+    """Stands for the coordinator, which starts the store and owns it."""
+
+    def start(self, node_id: str, directory: str) -> int:
+        self.store = start_store(node_id, session="ownedstore", directory=directory, num_slots=2, limit_s=LIMIT_S)
+        get(self.store.open_slot.remote(uuid.uuid4().hex, PLAN.digest, PLAN.num_bytes, False))
+        return int(get(self.store.stats.remote()).janitor_pid)
+
+
+def test_a_store_whose_owner_is_killed_leaves_nothing(node_id: str, directory: str) -> None:
+    owner = Owner.remote()
+    pid = get(owner.start.remote(node_id, directory))
+    assert len(os.listdir(directory)) == 2
+    ray.kill(owner)
+    wait_gone(pid)
+    assert os.listdir(directory) == []
+
+
+def test_what_keeps_a_store_from_starting_is_told_in_its_own_type(node_id: str, directory: str) -> None:
+    with pytest.raises(SlotError, match="absolute path"):
+        start_store(node_id, session="goodsession", directory="dev/shm", num_slots=2, limit_s=LIMIT_S)
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        start_store(node_id, session="goodsession", directory=f"{directory}/nowhere", num_slots=2, limit_s=LIMIT_S)
+    with pytest.raises(SlotError, match="num_slots"):
+        start_store(node_id, session="goodsession", directory=directory, num_slots=1, limit_s=LIMIT_S)
+    assert os.listdir(directory) == []
+
+
+def test_a_store_that_is_not_ready_in_time_is_named_and_killed(node_id: str, directory: str) -> None:
+    with pytest.raises(TimeoutError, match=f"the snapshot store on node {node_id} was not ready after 0.0 s"):
+        start_store(node_id, session="goodsession", directory=directory, num_slots=2, limit_s=0.001)
+    # had it been left running, its session would be taken
+    handle = start_store(node_id, session="goodsession", directory=directory, num_slots=2, limit_s=LIMIT_S)
+    get(handle.close.remote())
+    ray.kill(handle)
+
+
+def test_a_node_that_is_not_there_is_an_error_and_no_wait(ray_cluster: str, directory: str) -> None:
+    with pytest.raises(ray.exceptions.RayActorError):
+        start_store("a" * 56, session="goodsession", directory=directory, num_slots=2, limit_s=LIMIT_S)

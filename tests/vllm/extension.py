@@ -1,0 +1,101 @@
+"""A worker extension that can break its worker on purpose. Imported in engine workers only: it brings vLLM with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ray_weightsync.engines.plugin import WorkerExtension
+
+
+class FaultyExtension(WorkerExtension):
+    """`WorkerExtension`, and faults: the product has no hooks for them, so they are patched into one worker's instances."""
+
+    def rws_test_fail(self, ranks: list[int], steps: list[str]) -> None:
+        """From now on these ranks fail in these steps: ``start``, ``load`` (half way), ``finish`` (inside vLLM's own finalize)."""
+        self.rws_test_heal()
+        if self.rank not in ranks:
+            return
+        loader = self.weight_transfer_engine.updates._model
+        patches = {
+            "start": (loader._reload, "start", _raising("made to fail in start")),
+            "load": (loader._model, "load_weights", _half_then_raising(loader._model.load_weights)),
+            # A vocabulary of 2047 is padded, so the embedding is never complete on its own: finalize processes it.
+            "finish": (_embedding(loader._model).quant_method, "process_weights_after_loading", _raising("made to fail in finish")),
+        }
+        self._rws_test_patched = [patches[step] for step in steps]
+        for owner, name, patch in self._rws_test_patched:
+            setattr(owner, name, patch)
+
+    def rws_test_heal(self) -> None:
+        """Take the faults out again."""
+        for owner, name, _ in getattr(self, "_rws_test_patched", ()):
+            delattr(owner, name)
+        self._rws_test_patched = []
+
+    def rws_test_write_into_what_is_loaded(self) -> None:
+        """The next load zeroes every tensor it was given that is loaded at once, as some loaders do with what they do not need."""
+        model = self.weight_transfer_engine.updates._model._model
+        load = model.load_weights
+
+        def overwriting(pairs: Iterator[tuple[str, torch.Tensor]]) -> Any:
+            given = []
+
+            def noted() -> Iterator[tuple[str, torch.Tensor]]:
+                for name, tensor in pairs:
+                    if name.endswith("norm.weight"):
+                        given.append(tensor)
+                    yield name, tensor
+
+            loaded = load(noted())
+            for tensor in given:
+                tensor.zero_()
+            return loaded
+
+        self._rws_test_patched = [(model, "load_weights", overwriting)]
+        model.load_weights = overwriting
+
+    def rws_test_raise(self, rank: int) -> int:
+        """Somebody else's RPC that fails on one rank."""
+        if self.rank == rank:
+            raise RuntimeError("somebody else's failure")
+        return self.rank
+
+    def rws_test_leftovers(self) -> list[str]:
+        """What is on meta, or still being reloaded, in the live model."""
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        model = self.weight_transfer_engine.updates._model._model
+        left = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
+        return left + [name for name, layer in model.named_modules() if get_layerwise_info(layer).can_load()]
+
+    def rws_test_identities(self) -> list[int]:
+        """Where the live parameters lie; a check that touched them would have replaced them."""
+        model = self.weight_transfer_engine.updates._model._model
+        return [id(parameter) for parameter in model.parameters()]
+
+
+def _raising(words: str) -> Callable[..., None]:
+    def fail(*args: Any) -> None:
+        raise RuntimeError(words)
+
+    return fail
+
+
+def _half_then_raising(load: Callable[[Any], Any]) -> Callable[[Any], None]:
+    def fail(pairs: Iterator[tuple[str, torch.Tensor]]) -> None:
+        def half() -> Iterator[tuple[str, torch.Tensor]]:
+            for count, pair in enumerate(pairs):
+                if count == 13:  # in the middle of a layer, and of its fused projections
+                    raise RuntimeError("made to fail in load")
+                yield pair
+
+        load(half())
+
+    return fail
+
+
+def _embedding(model: torch.nn.Module) -> Any:
+    return model.get_submodule("model.embed_tokens")

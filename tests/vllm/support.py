@@ -1,0 +1,284 @@
+"""What the tests on real engines share: tiny checkpoints, an actor as a user writes one, and a driver of its protocol.
+
+Light on import: vllm and transformers are imported in Ray workers only (in the test's own process they would cost 17 s, and
+their warnings are not ours to fix).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import ray
+import torch
+
+from ray_weightsync.transports.host.store import SnapshotStore
+from ray_weightsync.transports.host.writer import SlotWriter
+from ray_weightsync.weights.plan import ParamMeta, Plan
+
+REPOSITORY = str(Path(__file__).resolve().parents[2])
+EXTENSION = "tests.vllm.extension.FaultyExtension"
+PROMPTS = ([1, 2, 3, 4], [2046, 7, 1999, 12, 5], list(range(3, 40)))
+NUM_TOKENS = 12
+CALL_LIMIT_S = 120
+
+Pairs = dict[str, torch.Tensor]
+
+
+def engine_env(tensor_parallel_size: int) -> dict[str, str]:
+    """Environment of an engine on two cores; without the binding TP 2 refuses to start ("Not enough allowed NUMA nodes")."""
+    env = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "PYTHONPATH": REPOSITORY, "TOKENIZERS_PARALLELISM": "false"}
+    if tensor_parallel_size > 1:
+        cores = sorted(os.sched_getaffinity(0))
+        env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in range(tensor_parallel_size))
+    return env
+
+
+@ray.remote(num_cpus=0)
+def _write_llama(path: str, seed: int, overrides: dict[str, Any]) -> None:
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    torch.manual_seed(seed)
+    shape: dict[str, Any] = {
+        "vocab_size": 2047,  # not a multiple of 64: vLLM pads it, and keeps the embedding's views until finish
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "dtype": torch.bfloat16,
+    }
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**(shape | overrides))).to(torch.bfloat16)
+    model.save_pretrained(path)
+
+
+def tiny_llama(path: Path, seed: int, **overrides: Any) -> str:
+    """Write a random Llama (7 MB) as a checkpoint to ``path``; ``overrides`` are fields of its ``LlamaConfig``."""
+    ray.get(_write_llama.remote(str(path), seed, overrides), timeout=CALL_LIMIT_S)
+    return str(path)
+
+
+def checkpoint(path: str) -> Pairs:
+    """A checkpoint's tensors by name, in layer order; a tied head under its own name as well."""
+    from safetensors.torch import load_file
+
+    pairs = load_file(f"{path}/model.safetensors")
+    if json.loads(Path(path, "config.json").read_text())["tie_word_embeddings"]:
+        pairs["lm_head.weight"] = pairs["model.embed_tokens.weight"]
+    return pairs
+
+
+class Holder:
+    """An actor that holds an engine, as a user writes it: nothing of ours but the engine arguments."""
+
+    def __init__(self, model: str, tensor_parallel_size: int, extension: str = EXTENSION, **overrides: Any) -> None:
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        from ray_weightsync.engines.vllm_args import vllm_engine_args
+
+        args: dict[str, Any] = {
+            "model": model,
+            "skip_tokenizer_init": True,
+            "enforce_eager": True,
+            "dtype": "bfloat16",
+            "max_model_len": 256,
+            "tensor_parallel_size": tensor_parallel_size,
+            **vllm_engine_args(),
+            "worker_extension_cls": extension,
+        }
+        self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**(args | overrides)))
+
+    async def generate(self, prompt: list[int], num_tokens: int) -> tuple[list[int], list[tuple[str, int, int]]]:
+        """Greedy tokens, and the ``(version, first, end)`` spans of the weights that made them."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(max_tokens=num_tokens, temperature=0, detokenize=False, ignore_eos=True)
+        async for out in self.llm.generate({"prompt_token_ids": prompt}, sampling, request_id=uuid.uuid4().hex):
+            last = out.outputs[0]
+        return list(last.token_ids), [(span.version, span.start, span.end) for span in last.weight_versions or ()]
+
+    async def call(self, verb: str, *args: Any, **kwargs: Any) -> Any:
+        """One of the engine's own methods, with the payload objects that it expects."""
+        if verb == "init_weight_transfer_engine":
+            args = (SimpleNamespace(init_info=args[0]),)
+        elif verb == "update_weights":
+            args = (SimpleNamespace(update_info=args[0]),)
+        return await getattr(self.llm, verb)(*args, **kwargs)
+
+    def stop(self) -> None:
+        """End the engine's processes; killing the actor would leave them to find out by themselves."""
+        self.llm.shutdown()
+
+
+def start_engine(model: str, tensor_parallel_size: int, **overrides: Any) -> Any:
+    """A handle to a `Holder` that is starting."""
+    actor = ray.remote(Holder).options(num_cpus=0, runtime_env={"env_vars": engine_env(tensor_parallel_size)}, max_concurrency=100)
+    return actor.remote(model, tensor_parallel_size, **overrides)
+
+
+def stop_engine(handle: Any) -> None:
+    """Shut the engine down, then its actor."""
+    ray.get(handle.stop.remote(), timeout=CALL_LIMIT_S)
+    ray.kill(handle)
+
+
+def tokens_of(handle: Any) -> list[list[int]]:
+    """Greedy tokens of the fixed prompts."""
+    return [tokens for tokens, _ in ray.get([handle.generate.remote(prompt, NUM_TOKENS) for prompt in PROMPTS], timeout=CALL_LIMIT_S)]
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A sealed snapshot and what an outcome expects of it."""
+
+    plan: Plan
+    address: dict[str, Any]
+    expected: dict[str, Any]
+
+
+class Stage:
+    """A snapshot store and its writer, as one node has them."""
+
+    def __init__(self) -> None:
+        self.store = SnapshotStore(uuid.uuid4().hex[:12], "/dev/shm", 2)
+        self._writer = SlotWriter()
+        self._numbers = itertools.count()
+
+    def __call__(self, pairs: Pairs, order: Iterable[str] | None = None) -> Staged:
+        """Seal ``pairs``, in ``order`` if given."""
+        names = list(pairs) if order is None else list(order)
+        plan = plan_of({name: pairs[name] for name in names})
+        snapshot = f"snap-{next(self._numbers)}"
+        address = self.store.open_slot(snapshot, plan.digest, plan.num_bytes, False)
+        packed = self._writer.write(address, plan, [(name, pairs[name]) for name in names], progress_bytes=1 << 20)
+        self.store.seal(snapshot, packed.digest)
+        expected = {
+            "plan": plan.digest,
+            "snapshot": snapshot,
+            "digest": packed.digest,
+            "num_bytes": packed.num_bytes,
+            "num_tensors": packed.num_tensors,
+        }
+        return Staged(plan, dict(address), expected)
+
+    def close(self) -> None:
+        self._writer.close()
+        self.store.close()
+
+
+def plan_of(pairs: Pairs) -> Plan:
+    return Plan.from_metadata([ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in pairs.items()])
+
+
+class Driver:
+    """Speaks the protocol to one engine, a call at a time, so that a test can leave out or repeat what it likes."""
+
+    def __init__(self, handle: Any, world_size: int) -> None:
+        self.handle = handle
+        self.world_size = world_size
+        self._rounds = itertools.count(1)
+        self.round = "none"
+        self.epoch = 0
+
+    def call(self, verb: str, *args: Any, **kwargs: Any) -> Any:
+        """Call the engine and wait.
+
+        Raises:
+            Exception: what the engine answered.
+        """
+        return ray.get(self.handle.call.remote(verb, *args, **kwargs), timeout=CALL_LIMIT_S)
+
+    def rpc(self, method: str, *args: Any) -> list[Any]:
+        """Every worker's answer."""
+        answers: list[Any] = self.call("collective_rpc", method, args=args)
+        return answers
+
+    def fail(self, ranks: Sequence[int], *steps: str) -> None:
+        self.rpc("rws_test_fail", list(ranks), list(steps))
+
+    def init(self, info: Any) -> None:
+        self.call("init_weight_transfer_engine", info)
+
+    def preflight(self, plan: Plan) -> None:
+        self.init({"op": "plan", "plan": plan.to_wire(), "limit_s": 60})
+
+    def refusal(self, plan: Plan) -> str:
+        """The words in which the engine refuses ``plan``; empty if it accepts it."""
+        return _words(lambda: self.preflight(plan))
+
+    def transfer(self, staged: Staged) -> None:
+        """A session of a new round, on a paused engine."""
+        self.new_round()
+        self.call("start_weight_update")
+        self.call("update_weights", self.update_info(staged))
+        self.call("finish_weight_update")
+
+    def new_round(self) -> None:
+        self.epoch = next(self._rounds)
+        self.round = f"round-{self.epoch}"
+
+    def update_info(self, staged: Staged) -> dict[str, Any]:
+        return {
+            "transport": "host",
+            "round": self.round,
+            "epoch": self.epoch,
+            "plan": staged.plan.digest,
+            "limit_s": 30,
+            "slot": staged.address,
+        }
+
+    def outcome(self, staged: Staged) -> None:
+        self.init({"op": "outcome", "round": self.round, "epoch": self.epoch, "expected": staged.expected, "limit_s": 30})
+
+    def complaint(self, staged: Staged) -> str:
+        """The words in which the engine says that the round failed; empty if it attests it."""
+        return _words(lambda: self.outcome(staged))
+
+    def pause(self) -> None:
+        self.call("pause_generation", mode="keep", clear_cache=False)
+
+    def resume(self) -> None:
+        self.call("reset_prefix_cache", reset_running_requests=True)
+        self.call("resume_generation")
+
+    def bring(self, staged: Staged) -> None:
+        """A whole good round; raises if the engine does not attest it."""
+        self.preflight(staged.plan)
+        self.pause()
+        self.transfer(staged)
+        self.outcome(staged)
+        self.resume()
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Every worker's description; asserts that all of them answered this very call."""
+        nonce = uuid.uuid4().hex
+        told = self.rpc("rws_describe", nonce)
+        assert [each["nonce"] for each in told] == [nonce] * self.world_size
+        return told
+
+    def leftovers(self) -> list[str]:
+        """What an ended session left behind in any worker; always empty if we keep our promise."""
+        return [left for worker in self.rpc("rws_test_leftovers") for left in worker]
+
+    def tokens(self) -> list[list[int]]:
+        return tokens_of(self.handle)
+
+
+def _words(call: Any) -> str:
+    try:
+        call()
+    except Exception as error:
+        text = str(error)
+        assert "rws: " in text, f"not our words: {text}"
+        return text[text.index("rws: ") :].strip()
+    return ""
