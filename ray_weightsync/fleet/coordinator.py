@@ -119,12 +119,13 @@ class Coordinator:
         limit_s = self._timeouts.staging_s(known.num_bytes)
         snapshot_id = uuid.uuid4().hex
         await self._turn.take(snapshot_id, busy=busy, limit_s=limit_s + self._timeouts.round_s(known.num_bytes))
+        opened_at = time.monotonic()
         try:
             if self._roster.was_committed_before(label):
                 raise ConfigError(f"version {label!r} was committed before; versions are unique (now: {self._roster.label!r})")
             self._roster.round_id = snapshot_id
             self._roster.changed("stage")
-            snapshot = await self._staging.open(snapshot_id, version, label, known, node_id, self._roster.serves())
+            snapshot = await self._staging.open(snapshot_id, version, label, known, node_id, opened_at, self._roster.serves())
         except BaseException:
             self._end_turn(snapshot_id)
             raise

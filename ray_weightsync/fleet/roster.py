@@ -64,7 +64,9 @@ class Roster:
         return label in self._history and label != self.label
 
     def next_epoch(self) -> int:
-        self.epoch += 1
+        """A new epoch, above all that any worker has seen, an earlier session's too."""
+        seen = [worker.epoch for replica in self.replicas.values() for worker in replica.engine.facts.workers]
+        self.epoch = max([self.epoch, *seen]) + 1
         return self.epoch
 
     def serves(self) -> str:

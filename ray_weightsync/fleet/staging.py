@@ -99,7 +99,9 @@ class Staging:
             )
         return snapshot
 
-    async def open(self, snapshot_id: str, version: int | str, label: str, plan: Plan, node_id: str, serves: str) -> Snapshot:
+    async def open(
+        self, snapshot_id: str, version: int | str, label: str, plan: Plan, node_id: str, opened_at: float, serves: str
+    ) -> Snapshot:
         """Allot a slot. Staged snapshots that were never committed give way once they fill the slots, the oldest first.
 
         Raises:
@@ -133,7 +135,7 @@ class Staging:
             plan=plan,
             node_id=node_id,
             address=address,
-            opened_at=time.monotonic(),
+            opened_at=opened_at,
             sealed=asyncio.get_running_loop().create_future(),
         )
         self._open[snapshot_id] = snapshot

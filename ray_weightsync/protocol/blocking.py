@@ -217,8 +217,8 @@ class BlockingClient(ABC):
             error = verbs.unsupported(verb, lost)
             error.hint = next(each.hint for each in outcomes.errors.values() if isinstance(each, UnsupportedError))
             return error
-        first = outcomes.failures[lost[0]]
-        told = "; ".join(f"{label} {_verdict(outcomes.failures[label])}" for label in lost)
+        only = outcomes.failures[lost[0]] if len(lost) == 1 and outcomes.failures[lost[0]].kind == "raised" else None
+        told = f"{lost[0]} raised" if only else "; ".join(f"{label} {_verdict(outcomes.failures[label])}" for label in lost)
         count = f"{len(lost)} of {len(self.labels)} engines failed {verb}, {len(outcomes.answers)} did it"
         return PartialCallError(
             f"{f'{holds}: ' if holds else ''}{count}: {told}",
@@ -228,7 +228,7 @@ class BlockingClient(ABC):
             replicas=lost,
             elapsed_s=max(outcomes.elapsed_s[label] for label in lost),
             limit_s=self.timeout,
-            engine_message=first.message if first.kind == "raised" else None,
+            engine_message=only.message if only else None,
             hint=hint,
         )
 

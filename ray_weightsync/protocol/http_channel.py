@@ -21,7 +21,7 @@ from ray_weightsync.errors import ConfigError
 from ray_weightsync.protocol import channel as verbs
 from ray_weightsync.protocol.http_routes import NOTHING, ROUTES, Exchange, UnexpectedAnswer
 from ray_weightsync.protocol.messages import IPC_HANDLES, Payload
-from ray_weightsync.protocol.reading import ChannelError
+from ray_weightsync.protocol.reading import ChannelError, workers_words
 from ray_weightsync.protocol.threads import in_daemon_thread
 from ray_weightsync.protocol.urls import Secret, as_secret, base_url, is_loopback
 
@@ -197,9 +197,10 @@ class HTTPChannel:
         return self._read(verb, exchange, url, response)
 
     def _no_answer(self, exchange: Exchange, url: str, error: requests.RequestException) -> HTTPCallError:
-        said = self._masked(f"{type(error).__name__}: {error}")
         before_sending = (requests.exceptions.SSLError, requests.exceptions.ProxyError, requests.exceptions.ConnectTimeout)
         cause = getattr(error.args[0], "reason", None) if error.args else None
+        # requests wraps the one line that matters, such as "Connection refused", in the whole request.
+        said = self._masked(f"{type(error).__name__}: {cause if isinstance(cause, Exception) else error}")
         if isinstance(error, before_sending) or isinstance(cause, NewConnectionError | ConnectTimeoutError):
             return HTTPCallError(f"{exchange.method} {url}: no connection, nothing was sent ({said})", url, None, False)
         if exchange.method == "GET":
@@ -220,7 +221,8 @@ class HTTPChannel:
             raise verbs.unsupported(verb, (self.label,), hint=f"{url} answered {status}; {_DEV_MODE}")
         if status != 200:
             why = {404: f" ({_DEV_MODE})", 401: self._key_hint(), 403: self._key_hint()}.get(status, "")
-            raise HTTPCallError(f"{begin}: {said or 'no words'}{why}", url, status, status >= 500)
+            what = "no words" if not said else "" if said == response.reason else said
+            raise HTTPCallError(f"{begin}{f': {what}' if what else ''}{why}", url, status, status >= 500)
         try:
             return exchange.read(answer)
         except UnexpectedAnswer as expected:
@@ -269,6 +271,7 @@ def _server_words(response: requests.Response, answer: Any) -> str:
             text = detail
         elif isinstance(detail, list):
             text = "; ".join(_complaint(each) for each in detail)
+    text = workers_words(text)
     return text if len(text) <= MAX_BODY_CHARS else f"{text[:MAX_BODY_CHARS]} [...]"
 
 

@@ -269,8 +269,10 @@ def _outcome(facts: Mapping[str, Any]) -> ChainOutcome:
 
 
 def _by_value(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, from now on pickled with all that it refers to in its module and in `remote`, which such modules build upon."""
     register: Callable[[types.ModuleType], None] = ray.cloudpickle.register_pickle_by_value
-    register(sys.modules[function.__module__])
+    for module in (sys.modules[function.__module__], remote):
+        register(module)
     return function
 
 

@@ -20,6 +20,7 @@ ENGINE_DEAD = "EngineDeadError"
 
 _GONE = frozenset(("RayActorError", "WorkerCrashedError", "NodeDiedError", "LocalRayletDiedError"))
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
+_WORKER = re.compile(r"Worker failed with error '(.*)', please check the stack trace above for the root cause", re.DOTALL)
 _FRAME = re.compile(r'^\s*File ".*", line \d+')
 
 
@@ -103,11 +104,19 @@ def last_words(text: str) -> str:
     return "\n".join(rest) or lines[-1].strip()
 
 
+def workers_words(text: str) -> str:
+    """The worker's own words in what vLLM's multiprocessing executor makes of them; ``text`` itself if it is nothing of the kind."""
+    found = _WORKER.search(text)
+    return text if found is None else found[1]
+
+
 def _cause(error: BaseException) -> Any:
     return getattr(error, "cause", None)
 
 
 def _sentence(name: str, text: str) -> str:
+    if (inner := workers_words(text)) != text:
+        return inner
     if not text:
         return name
     return text if text.partition(":")[0].rpartition(".")[2] == name else f"{name}: {text}"

@@ -89,7 +89,7 @@ class ModuleSource(SourceBase):
                 wrapped.append(f"{path}." if path else "")
             if traits.may_tie or "_tied_weights_keys" in module.__dict__:
                 tying.append((path, module))
-        wrapped.sort()  # innermost first, so that the outer prefixes still fit
+        wrapped.reverse()  # innermost first, so that the outer prefixes still fit
 
         tensors: dict[str, torch.Tensor] = dict(self._module.named_parameters(remove_duplicate=False))
         sent = {name: _stripped(name, wrapped) for name in tensors}

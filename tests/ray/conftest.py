@@ -17,6 +17,14 @@ def ray_cluster() -> Iterator[str]:
 
     ``"local"`` always starts a cluster of its own; without it, Ray would join whatever ``ray_current_cluster`` names, dead or alive.
     """
-    ray.init("local", num_cpus=NUM_CPUS, include_dashboard=False, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR", object_store_memory=256 << 20)
+    ray.init(
+        "local",
+        num_cpus=NUM_CPUS,
+        include_dashboard=False,
+        namespace=NAMESPACE,
+        log_to_driver=False,
+        logging_level="ERROR",
+        object_store_memory=256 << 20,
+    )
     yield NAMESPACE
     ray.shutdown()

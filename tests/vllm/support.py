@@ -55,10 +55,15 @@ def _write_llama(path: str, seed: int, overrides: dict[str, Any]) -> None:
         "num_key_value_heads": 2,
         "max_position_embeddings": 512,
         "tie_word_embeddings": False,
+        "initializer_range": 0.08,
         "dtype": torch.bfloat16,
     }
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**(shape | overrides))).to(torch.bfloat16)
-    model.save_pretrained(path)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**(shape | overrides)))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight"):  # all ones in every fresh model: a stale one would not be noticed
+                parameter.uniform_(0.5, 1.5)
+    model.to(torch.bfloat16).save_pretrained(path)
 
 
 def tiny_llama(path: Path, seed: int, **overrides: Any) -> str:
@@ -152,13 +157,12 @@ class Stage:
     def __init__(self) -> None:
         self.store = SnapshotStore(uuid.uuid4().hex[:12], "/dev/shm", 2)
         self._writer = SlotWriter()
-        self._numbers = itertools.count()
 
     def __call__(self, pairs: Pairs, order: Iterable[str] | None = None) -> Staged:
         """Seal ``pairs``, in ``order`` if given."""
         names = list(pairs) if order is None else list(order)
         plan = plan_of({name: pairs[name] for name in names})
-        snapshot = f"snap-{next(self._numbers)}"
+        snapshot = uuid.uuid4().hex
         address = self.store.open_slot(snapshot, plan.digest, plan.num_bytes, False)
         packed = self._writer.write(address, plan, [(name, pairs[name]) for name in names], progress_bytes=1 << 20)
         self.store.seal(snapshot, packed.digest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,7 +35,8 @@ def test_our_clients_are_clients_to_vllm_and_its_clients_are_to_us(base: Any) ->
     assert isinstance(TheirHTTPClient("http://127.0.0.1:8000"), VLLMWeightSyncClient)
 
 
-def test_a_trainer_engine_of_vllms_takes_our_client_and_calls_it_as_its_own(base: Any) -> None:
+def test_a_trainer_engine_of_vllms_drives_our_client(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
     from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
 
     sent: list[Any] = []
@@ -43,5 +45,11 @@ def test_a_trainer_engine_of_vllms_takes_our_client_and_calls_it_as_its_own(base
         def init_weight_transfer_engine(self, init_info: Any) -> None:
             sent.append(init_info)
 
-    assert issubclass(IPCTrainerWeightTransferEngine, base.TrainerWeightTransferEngine)
-    del IPCTrainerInitInfo, Recording
+    # What it asks of a GPU on its way to the client.
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="GPU-0"))
+    source = base.ModuleSource(torch.nn.Linear(2, 2))
+    client = Recording("http://127.0.0.1:8000")
+    engine = IPCTrainerWeightTransferEngine.trainer_init(IPCTrainerInitInfo(rank=0), client=client, source=source)
+    assert engine.client is client
+    assert sent == [{"packed": False}]

@@ -23,6 +23,15 @@ def test_a_round_gives_a_fresh_engines_output_and_so_does_the_way_back(
         assert engine.leftovers() == []
 
 
+@pytest.mark.parametrize("stale", ["model.norm.weight", "model.layers.2.self_attn.k_proj.weight", "model.layers.3.mlp.down_proj.weight"])
+def test_one_stale_tensor_shows_in_the_tokens(
+    engine_tp1: Driver, stage: Stage, pairs_a: Pairs, pairs_b: Pairs, fresh_a: Tokens, fresh_b: Tokens, stale: str
+) -> None:
+    """What the other tests rely on when they compare tokens."""
+    engine_tp1.bring(stage(pairs_b | {stale: pairs_a[stale]}))
+    assert engine_tp1.tokens() != fresh_b[1]
+
+
 @pytest.mark.parametrize("order", ["reversed", "mixed"])
 def test_the_order_of_tensors_does_not_matter(
     engine: Driver, stage: Stage, pairs_a: Pairs, pairs_b: Pairs, fresh_b: Tokens, order: str

@@ -77,7 +77,7 @@ def start_store(node_id: str, *, session: str, directory: str, num_slots: int, l
     Raises:
         TimeoutError: if it is not ready in time.
         OSError, SlotError: what the store itself raised.
-        ray.exceptions.RayActorError: if the node is not there or the actor died. In each case the actor is gone.
+        ray.exceptions.RayError: if the node is not there or the actor died. In each case the actor is gone.
     """
     # A store that restarted would be an empty one behind a handle that promises snapshots; 0 CPUs, since it must never wait for a slot
     # that engines hold.

@@ -225,14 +225,16 @@ def _text(what: str, raw: bytes) -> str:
 
 
 class HeaderPage:
-    """A mapped header page. The state word and the watermark are loaded and stored as single words, in order with the payload.
+    """A slot's header page, mapped. The state word and the watermark are loaded and stored as single words, in order with the payload.
 
     Args:
-        map: A shared map that begins with the header. The page keeps views of it: `close` this before the map.
+        fd: The slot's open file. It may be closed afterwards.
+        writable: Whether this process may change the header.
     """
 
-    def __init__(self, map: mmap.mmap) -> None:
-        self._page = memoryview(map)[:HEADER_BYTES]
+    def __init__(self, fd: int, *, writable: bool) -> None:
+        self._map = mmap.mmap(fd, HEADER_BYTES, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
+        self._page = memoryview(self._map)
         # cast views copy a whole word at a time; struct's "=" and "<" forms may go byte by byte, and a reader would see half of one
         self._words = self._page.cast("I")
         self._longs = self._page.cast("Q")
@@ -282,9 +284,10 @@ class HeaderPage:
         self.state = FileState.SEALED
 
     def close(self) -> None:
-        """Release the views of the map. Idempotent."""
+        """Unmap it. Idempotent."""
         for view in (self._words, self._longs, self._page):
             view.release()
+        self._map.close()
 
     def _fence(self) -> None:
         # x86 keeps stores in order, and loads; Arm does not. A release followed by an acquire is a full barrier on both.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import mmap
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -32,6 +31,7 @@ from ray_weightsync.transports.host.layout import (
     open_file,
     open_slot_file,
 )
+from ray_weightsync.transports.host.pages import map_file
 from ray_weightsync.weights.packing import view
 from ray_weightsync.weights.plan import Plan
 from ray_weightsync.worker.receiver import Received
@@ -176,19 +176,15 @@ class _Watch:
         self._limit_s = 0.0
         self._deadline = 0.0
         try:
-            self._map = mmap.mmap(fd, HEADER_BYTES, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+            self.header = HeaderPage(fd, writable=False)
         except BaseException:
             os.close(fd)
             raise
-        self.header = HeaderPage(self._map)
 
     def map_payload(self) -> torch.Tensor:
         """The payload as uint8, in a private map of its own that keeps the lease."""
-        # No page is populated ahead: the map being writable, that would copy every page.
-        payload_map = mmap.mmap(
-            self._fd, HEADER_BYTES + self._address["num_bytes"], flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
-        )
-        return torch.frombuffer(payload_map, dtype=torch.uint8)[HEADER_BYTES:]
+        mapped = map_file(self._fd, HEADER_BYTES + self._address["num_bytes"], private=True)
+        return torch.frombuffer(mapped, dtype=torch.uint8)[HEADER_BYTES:]
 
     def limit(self, limit_s: float) -> None:
         """Set the deadline of all waits together, in seconds from now."""
@@ -215,7 +211,6 @@ class _Watch:
 
     def close(self) -> None:
         self.header.close()
-        self._map.close()
         os.close(self._fd)
 
     def _wait(self, pause_s: float, what: str) -> float:

@@ -31,10 +31,10 @@ MOVES: dict[SlotState, frozenset[SlotState]] = {
     SlotState.WRITING: frozenset({SlotState.SEALED, SlotState.FREE}),
     SlotState.SEALED: frozenset({SlotState.COMMITTED, SlotState.FREE}),
     SlotState.COMMITTED: frozenset({SlotState.FORMER}),
-    SlotState.FORMER: frozenset({SlotState.COMMITTED, SlotState.FREE}),
+    SlotState.FORMER: frozenset({SlotState.COMMITTED, SlotState.FREE, SlotState.WRITING, SlotState.RETIRED}),
     SlotState.RETIRED: frozenset(),
 }
-"""The legal moves. FREE is the only way to a new writer and to the end, and a committed slot has to be superseded first."""
+"""The legal moves. A committed slot has to be superseded before anything else can become of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ class Slot:
         return replace(self, state=state, turn=turn)
 
     def given(self, *, snapshot: str, plan: str, overlap: bool, turn: int) -> Slot:
-        """This free slot, given to a writer of ``snapshot``."""
+        """This spare slot, given to a writer of ``snapshot``."""
         return replace(self.moved(SlotState.WRITING, turn), snapshot=snapshot, plan=plan, overlap=overlap)
 
 

@@ -13,7 +13,6 @@ import errno
 import fcntl
 import itertools
 import logging
-import mmap
 import os
 import threading
 import uuid
@@ -37,11 +36,11 @@ from ray_weightsync.transports.host.layout import (
     open_directory,
 )
 from ray_weightsync.transports.host.memory import available_bytes
+from ray_weightsync.transports.host.pages import reserve
 from ray_weightsync.transports.host.slots import Slot, SlotState, fitting, surplus
 
 logger = logging.getLogger(__name__)
 
-_TOUCH_BYTES = 1 << 20
 _NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG)
 
 
@@ -78,12 +77,10 @@ class _OpenSlot:
     def __init__(self, slot: Slot, fd: int) -> None:
         self.slot = slot
         self.fd = fd
-        self._map = mmap.mmap(fd, HEADER_BYTES)
-        self.header = HeaderPage(self._map)
+        self.header = HeaderPage(fd, writable=True)
 
     def close(self) -> None:
         self.header.close()
-        self._map.close()
         os.close(self.fd)
 
 
@@ -120,7 +117,7 @@ class SnapshotStore:
                 logger.info("unlinked what the dead session %s left in %s", dead, directory)
             owner_fd = janitor.own(self._directory_fd, session, limit_s=janitor.OWN_LIMIT_S)
             undo.callback(os.close, owner_fd)
-            # unlinked while it is locked: nobody may take an unlocked file for a dead session's and find a living successor's slots
+            # Unlinked while it is locked, as unlocked files are anybody's to sweep, a successor's slots included.
             undo.callback(self._unlink, janitor.owner_name(session))
             os.write(owner_fd, self._nonce.encode())
             self._janitor_pid, lifeline = janitor.start(directory, session)
@@ -220,9 +217,9 @@ class SnapshotStore:
             return self._address(self._of(snapshot).slot)
 
     def probe(self) -> dict[str, str]:
-        """What a receiver's ``see`` needs to prove that it sees this store's memory and its locks."""
-        with self._held():
-            return {"directory": self.directory, "name": janitor.owner_name(self.session), "nonce": self._nonce}
+        """What a receiver's ``see`` needs to prove that it sees this store's memory and its locks. Answers also during an allocation."""
+        self._check_open()
+        return {"directory": self.directory, "name": janitor.owner_name(self.session), "nonce": self._nonce}
 
     def stats(self) -> StoreStats:
         """What the store holds now. Answers also while a slot is being allocated, and after `close`."""
@@ -260,9 +257,12 @@ class SnapshotStore:
     @contextlib.contextmanager
     def _held(self) -> Iterator[None]:
         with self._lock:
-            if self._undo is None:
-                raise SlotError(f"the snapshot store of session {self.session} is closed")
+            self._check_open()
             yield
+
+    def _check_open(self) -> None:
+        if self._undo is None:
+            raise SlotError(f"the snapshot store of session {self.session} is closed")
 
     def _known(self) -> list[Slot]:
         return [held.slot for held in list(self._slots.values())]
@@ -286,8 +286,6 @@ class SnapshotStore:
         for slot in fitting(self._known(), num_bytes):
             held = self._slots[slot.name]
             if janitor.try_lock(held.fd):
-                if held.slot.state is SlotState.FORMER:
-                    held.slot = held.slot.moved(SlotState.FREE, next(self._turns))
                 self._counts["reused"] += 1
                 return held
             logger.warning("slot %s (%d bytes) is still held by an engine or a writer; a fresh one takes its place", slot.name, num_bytes)
@@ -305,7 +303,7 @@ class SnapshotStore:
             os.fchmod(fd, 0o600)  # whatever the umask is
             if not janitor.try_lock(fd):
                 raise SlotError(f"{self.directory}/{name} was locked by somebody else as soon as it was there")
-            _fill(fd, needed)
+            reserve(fd, needed)
             held = _OpenSlot(Slot(name=name, num_bytes=num_bytes), fd)
         except BaseException as error:
             self._unlink(name)
@@ -320,8 +318,6 @@ class SnapshotStore:
     def _drop(self, slots: list[Slot]) -> None:
         for slot in slots:
             held = self._slots.pop(slot.name)
-            if held.slot.state is SlotState.FORMER:
-                held.slot = held.slot.moved(SlotState.FREE, next(self._turns))
             held.slot = held.slot.moved(SlotState.RETIRED, next(self._turns))
             self._counts["dropped" if self._end(held) else "retired"] += 1
 
@@ -338,16 +334,3 @@ class SnapshotStore:
     def _unlink(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):  # somebody emptied the directory; that it is gone is all that is wanted
             os.unlink(name, dir_fd=self._directory_fd)
-
-
-def _fill(fd: int, num_bytes: int) -> None:
-    """Reserve ``num_bytes`` of a new file, all or nothing, and touch each page once.
-
-    Reserved pages still have to be cleared at first touch, at a fraction of a copy's speed. Writing zeros does that without
-    mapping anything, three times faster than page faults, and lets other threads run.
-    """
-    os.posix_fallocate(fd, 0, num_bytes)
-    zeros = memoryview(bytes(min(num_bytes, _TOUCH_BYTES)))
-    offset = 0
-    while offset < num_bytes:
-        offset += os.pwrite(fd, zeros[: num_bytes - offset], offset)

@@ -7,9 +7,7 @@ another snapshot under its hands.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
-import mmap
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
@@ -27,32 +25,24 @@ from ray_weightsync.transports.host.layout import (
     lease,
     open_slot_file,
 )
+from ray_weightsync.transports.host.pages import map_file, map_pages_in
 from ray_weightsync.weights.packing import Packed, pack
 from ray_weightsync.weights.plan import Plan
-
-_MADV_POPULATE_READ = 22  # Linux 5.14; the mmap module names it from Python 3.14 on
 
 
 class _MappedSlot:
     """A slot's file, open and mapped for writing."""
 
     def __init__(self, fd: int, address: SlotAddress) -> None:
+        mapped = map_file(fd, HEADER_BYTES + address["num_bytes"], private=False)
+        map_pages_in(mapped)
+        self.payload = torch.frombuffer(mapped, dtype=torch.uint8)[HEADER_BYTES:]
+        self.header = HeaderPage(fd, writable=True)
         self.fd = fd
-        self._map = mmap.mmap(fd, HEADER_BYTES + address["num_bytes"])
-        try:
-            # Reading a shared page in maps sixteen at once, and writably; the first writes would fault them in one by one, at three
-            # times the cost. Older kernels do not know the advice, and need not.
-            self._map.madvise(_MADV_POPULATE_READ)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                self._map.close()
-                raise
-        self.header = HeaderPage(self._map)
-        self.payload = torch.frombuffer(self._map, dtype=torch.uint8)[HEADER_BYTES:]
 
     def close(self) -> None:
+        del self.payload  # unmapped with the last reference: an error's traceback may still hold a view
         self.header.close()
-        del self.payload, self._map  # unmapped with the last reference: an error's traceback may still hold a view
         os.close(self.fd)
 
 

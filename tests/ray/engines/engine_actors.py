@@ -42,7 +42,13 @@ class EngineDeadError(Exception):
 
 
 def configuration(*, ranks: int = 1, backend: str | None = "rws", extension: str = "ray_weightsync.engines.plugin.WorkerExtension") -> Any:
-    sizes = {"tensor_parallel_size": ranks, "pipeline_parallel_size": 1, "data_parallel_size": 1, "data_parallel_index": 0, "world_size": ranks}
+    sizes = {
+        "tensor_parallel_size": ranks,
+        "pipeline_parallel_size": 1,
+        "data_parallel_size": 1,
+        "data_parallel_index": 0,
+        "world_size": ranks,
+    }
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**sizes, worker_extension_cls=extension),
         weight_transfer_config=SimpleNamespace(backend=backend) if backend else None,
@@ -250,7 +256,15 @@ class Counter:
         self.num += 1
 
 
-def make(cls: type, *args: Any, name: str | None = None, namespace: str | None = None, max_restarts: int = 0, slots: int | None = None, **fields: Any) -> Any:
+def make(
+    cls: type,
+    *args: Any,
+    name: str | None = None,
+    namespace: str | None = None,
+    max_restarts: int = 0,
+    slots: int | None = None,
+    **fields: Any,
+) -> Any:
     """Start an actor of ``cls`` that reserves no CPU."""
     groups = {"concurrency_groups": EngineMixin.concurrency_groups} if issubclass(cls, EngineMixin) else {}
     options = {"name": name, "namespace": namespace, "max_restarts": max_restarts, "max_concurrency": slots}

@@ -166,5 +166,5 @@ def test_a_store_that_is_not_ready_in_time_is_named_and_killed(node_id: str, dir
 
 
 def test_a_node_that_is_not_there_is_an_error_and_no_wait(ray_cluster: str, directory: str) -> None:
-    with pytest.raises(ray.exceptions.RayActorError):
+    with pytest.raises(ray.exceptions.ActorUnschedulableError):
         start_store("a" * 56, session="goodsession", directory=directory, num_slots=2, limit_s=LIMIT_S)

@@ -32,23 +32,43 @@ class Server:
         self.describe: Callable[[str], Any] = lambda nonce: [self.worker(rank, nonce) for rank in range(self.ranks)]
 
     def worker(self, rank: int, nonce: str) -> dict[str, Any]:
-        return {"nonce": nonce, "rank": rank, "world_size": self.ranks, "package_version": package_version(), "incarnation": f"{self.instance}-{rank}"}
+        return {
+            "nonce": nonce,
+            "rank": rank,
+            "world_size": self.ranks,
+            "package_version": package_version(),
+            "incarnation": f"{self.instance}-{rank}",
+        }
 
     def answer(self, route: str, body: dict[str, Any]) -> tuple[int, Any]:
         self.asked.append(route)
         if route in self.missing:
             return 404, {"detail": "Not Found"}
         if route == "server_info":
-            parallel = {"tensor_parallel_size": self.ranks, "pipeline_parallel_size": 1, "data_parallel_size": 1, "worker_extension_cls": self.extension}
+            parallel = {
+                "tensor_parallel_size": self.ranks,
+                "pipeline_parallel_size": 1,
+                "data_parallel_size": 1,
+                "worker_extension_cls": self.extension,
+            }
             transfer = {"backend": self.backend} if self.backend else None
-            config = {"instance_id": self.instance, "parallel_config": parallel, "weight_transfer_config": transfer, "kv_transfer_config": None}
+            config = {
+                "instance_id": self.instance,
+                "parallel_config": parallel,
+                "weight_transfer_config": transfer,
+                "kv_transfer_config": None,
+            }
             return 200, {"vllm_config": config, "vllm_env": {}, "system_env": {"vllm_version": "0.32.0"}}
         if route == "collective_rpc":
             assert body["method"] == "rws_describe"
             assert body.get("timeout") is None
             results = self.describe(body["args"][0])
             return (500, {"error": {"message": results}}) if isinstance(results, str) else (200, {"results": results})
-        known = {"is_paused": {"is_paused": True}, "weight_info": {"weight_version": "default"}, "get_world_size": {"world_size": self.ranks}}
+        known = {
+            "is_paused": {"is_paused": True},
+            "weight_info": {"weight_version": "default"},
+            "get_world_size": {"world_size": self.ranks},
+        }
         return (200, known[route]) if route in known else (404, {"detail": "Not Found"})
 
 

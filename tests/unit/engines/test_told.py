@@ -18,7 +18,13 @@ from ray_weightsync.protocol.channel import KNOWN_VERBS, REQUIRED_VERBS
 
 
 def config(*, backend: str | None = "rws", extension: str = WORKER_EXTENSION, tensor: int = 2, **parallel: Any) -> SimpleNamespace:
-    sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": 1, "data_parallel_size": 1, "data_parallel_index": 0, "world_size": tensor}
+    sizes = {
+        "tensor_parallel_size": tensor,
+        "pipeline_parallel_size": 1,
+        "data_parallel_size": 1,
+        "data_parallel_index": 0,
+        "world_size": tensor,
+    }
     transfer = SimpleNamespace(backend=backend) if backend else None
     kv = SimpleNamespace(kv_connector="Shelf")
     return SimpleNamespace(

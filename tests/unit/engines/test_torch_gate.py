@@ -61,7 +61,9 @@ class TestPause:
         assert run_step(gate) == "ran"
 
     @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
-    def test_a_request_that_comes_during_a_pause_runs_after_the_resume(self, gate: StepGate, threads: ThreadPoolExecutor, mode: str) -> None:
+    def test_a_request_that_comes_during_a_pause_runs_after_the_resume(
+        self, gate: StepGate, threads: ThreadPoolExecutor, mode: str
+    ) -> None:
         gate.pause(mode)
         step = frozen_step(gate, threads)
         assert not step.done()
@@ -147,9 +149,8 @@ class TestRPC:
         assert most == 1
 
     def test_an_rpc_that_does_not_touch_the_model_runs_beside_a_step(self, gate: StepGate, threads: ThreadPoolExecutor) -> None:
-        with long_step(gate, threads) as step:
-            with gate.rpc(between_steps=False):
-                assert not step.done()
+        with long_step(gate, threads) as step, gate.rpc(between_steps=False):
+            assert not step.done()
 
     def test_an_rpc_that_raises_leaves_the_gate_open(self, gate: StepGate) -> None:
         with pytest.raises(KeyError), gate.rpc():
@@ -207,6 +208,6 @@ class TestDeath:
 
     def test_a_second_start_is_refused_in_vllms_words_and_the_first_stays_open(self, gate: StepGate) -> None:
         gate.open_update()
-        with pytest.raises(RuntimeError, match="already active. Call finish_weight_update first"):
+        with pytest.raises(RuntimeError, match=r"already active\. Call finish_weight_update first"):
             gate.open_update()
         assert gate.update_open

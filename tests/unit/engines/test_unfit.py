@@ -76,7 +76,7 @@ def engine(name: str, found: EngineFacts, **ref: Any) -> Engine:
 
 
 def test_two_ways_to_one_engine_are_found_by_its_workers() -> None:
-    with pytest.raises(AttachError, match="a .* and b .* are the same engine") as raised:
+    with pytest.raises(AttachError, match=r"a .* and b .* are the same engine") as raised:
         require_distinct([engine("a", facts(incarnation="w1")), engine("b", facts(incarnation="w2"))])
     assert raised.value.replicas == ("a", "b")
 

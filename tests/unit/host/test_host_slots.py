@@ -20,6 +20,8 @@ LEGAL = {
     (S.COMMITTED, S.FORMER),
     (S.FORMER, S.COMMITTED),
     (S.FORMER, S.FREE),
+    (S.FORMER, S.WRITING),
+    (S.FORMER, S.RETIRED),
 }
 
 
@@ -45,14 +47,14 @@ def test_exactly_the_legal_moves_are_made(before: SlotState, after: SlotState) -
         return
     moved = start.moved(after, 1)
     assert (moved.state, moved.turn, moved.name, moved.num_bytes) == (after, 1, start.name, start.num_bytes)
-    kept = after in (S.SEALED, S.COMMITTED, S.FORMER)
+    kept = after in (S.WRITING, S.SEALED, S.COMMITTED, S.FORMER)
     assert (moved.snapshot, moved.plan, moved.overlap) == ((start.snapshot, start.plan, start.overlap) if kept else ("", "", False))
 
 
 @pytest.mark.parametrize("state", SlotState)
-def test_only_a_free_slot_is_given_to_a_writer(state: SlotState) -> None:
+def test_only_a_spare_slot_is_given_to_a_writer(state: SlotState) -> None:
     start = slot(0, state)
-    if state is not S.FREE:
+    if state not in (S.FREE, S.FORMER):
         with pytest.raises(SlotError, match="cannot become writing"):
             start.given(snapshot="c" * 32, plan="d" * 32, overlap=True, turn=2)
         return

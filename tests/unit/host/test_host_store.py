@@ -8,6 +8,7 @@ import gc
 import itertools
 import os
 import subprocess
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -173,8 +174,6 @@ def test_a_lease_that_ended_in_time_costs_nothing(store: SnapshotStore, stage: A
 
 
 def test_a_slot_whose_writer_is_late_goes_to_nobody_else(store: SnapshotStore, stage: Any, aside: Any, same: Callable[..., bool]) -> None:
-    import threading
-
     writing, gate = threading.Event(), threading.Event()
 
     def slow() -> Iterator[tuple[str, torch.Tensor]]:
@@ -376,6 +375,24 @@ def test_a_small_container_gets_a_clear_refusal_from_a_real_file_system(
         assert_refused_and_whole(store, stage, 16 << 20, small)
         stage.writer.close()
         store.open_slot(new_id(), PLAN, 7 << 20, False)  # what the failed attempt took is free again
+
+
+def test_questions_are_answered_while_a_slot_is_being_allocated(store: SnapshotStore, aside: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, allocating, gate = os.posix_fallocate, threading.Event(), threading.Event()
+
+    def slow(fd: int, offset: int, length: int) -> None:
+        allocating.set()
+        assert gate.wait(30)
+        real(fd, offset, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", slow)
+    opening = aside(lambda: store.open_slot(new_id(), PLAN, 64, False))
+    assert allocating.wait(30)
+    assert store.stats().slots == 0
+    assert store.probe()["name"].endswith("-owner")
+    gate.set()
+    assert opening.result()["num_bytes"] == 64
+    assert store.stats().slots == 1
 
 
 # -- over time -----------------------------------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ class Request:
 
 @dataclass
 class Answer:
-    """``body`` may be bytes, or anything that JSON can carry; None is empty. ``gate`` is waited at first; ``broken`` closes without a word."""
+    """``body`` is bytes, or what JSON can carry, or None for empty. ``gate`` is waited at first; ``broken`` closes without a word."""
 
     body: Any = None
     status: int = 200
@@ -82,7 +82,9 @@ class FakeServer:
                     self.connection.shutdown(socket.SHUT_RDWR)
                     self.close_connection = True
                     return
-                payload = answer.body if isinstance(answer.body, bytes) else b"" if answer.body is None else json.dumps(answer.body).encode()
+                payload = (
+                    answer.body if isinstance(answer.body, bytes) else b"" if answer.body is None else json.dumps(answer.body).encode()
+                )
                 self.send_response(answer.status)
                 for name, value in ({"Content-Type": "application/json"} | answer.headers).items():
                     self.send_header(name, value)

@@ -21,6 +21,10 @@ from ray_weightsync.protocol.channel import Channel
 from ray_weightsync.protocol.http_channel import HTTPCallError, HTTPChannel
 from ray_weightsync.protocol.reading import died, words
 
+WORKER = (
+    "Call to collective_rpc method failed: Worker failed with error 'unknown op', please check the stack trace above for the root cause"
+)
+
 
 def call(server: Any, verb: str, *args: Any, **kwargs: Any) -> Any:
     return asyncio.run(HTTPChannel(server.url).call(verb, *args, **kwargs))
@@ -153,10 +157,11 @@ class TestAnswers:
         ("status", "body", "says"),
         [
             (500, {"error": {"message": "shape mismatch in q_proj", "type": "InternalServerError"}}, "500 .*: shape mismatch in q_proj"),
+            (500, {"error": {"message": WORKER}}, "500 Internal Server Error: unknown op$"),
             (500, {"error": "Failed to pause generation: x"}, "500 .*: Failed to pause generation: x"),
-            (401, {"error": "Unauthorized"}, r"401 .*: Unauthorized \(no api_key was given\)"),
+            (401, {"error": "Unauthorized"}, r"401 Unauthorized \(no api_key was given\)"),
             (403, {"detail": "Forbidden for you"}, r"403 .*: Forbidden for you \(no api_key was given\)"),
-            (404, {"detail": "Not Found"}, "404 .*VLLM_SERVER_DEV_MODE=1"),
+            (404, {"detail": "Not Found"}, r"404 Not Found \(is VLLM_SERVER_DEV_MODE=1"),
             (422, {"detail": [{"loc": ["body", "update_info"], "msg": "Field required"}]}, r"422 .*: body\.update_info: Field required"),
             (503, b"upstream connect error", "503 .*: upstream connect error"),
             (503, None, "503 .*: no words"),
@@ -317,7 +322,9 @@ HANDLES = [{"GPU-1": ("rebuild", (1, 2))}]
 
 
 class TestPickledHandles:
-    @pytest.mark.parametrize("update", [{"ipc_handles": HANDLES}, [{"names": []}, {"ipc_handles": HANDLES}], {"ipc_handles_pickled": "gASV"}])
+    @pytest.mark.parametrize(
+        "update", [{"ipc_handles": HANDLES}, [{"names": []}, {"ipc_handles": HANDLES}], {"ipc_handles_pickled": "gASV"}]
+    )
     def test_they_are_refused_unless_allowed_and_the_error_says_what_that_means(self, server: Any, update: Any) -> None:
         with pytest.raises(ConfigError, match=r"vLLM loads .*VLLM_ALLOW_INSECURE_SERIALIZATION=1.*allow_pickle=True"):
             call(server, verbs.UPDATE, update)

@@ -16,7 +16,7 @@ from ray_weightsync.errors import ConfigError
 from ray_weightsync.protocol.messages import DTYPE_NAMES, PerReplica, plain, plain_args
 
 
-class Name(str, enum.Enum):
+class Name(enum.StrEnum):
     WEIGHT = "layer.weight"
 
 

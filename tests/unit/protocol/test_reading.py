@@ -48,6 +48,8 @@ During handling of the above exception, another exception occurred:
 RuntimeError: no such layer:
   model.layers.0"""
 
+WORKER = "Worker failed with error 'no 'op' in layer\n3', please check the stack trace above for the root cause"
+
 
 @pytest.mark.parametrize(
     "error",
@@ -94,6 +96,8 @@ def test_an_engine_that_answered_is_not_dead(error: BaseException) -> None:
         (ActorDiedError("The actor died.\n\tclass_name: A\n\tpid: 7\nIt was killed."), "The actor died. It was killed."),
         (EngineRaised("a.b.PickyError", ["PickyError"], "this"), "PickyError: this"),
         (ConfigError("wrong"), "wrong"),
+        (RayTaskError(TRACE, Exception(f"Call to collective_rpc method failed: {WORKER}")), "no 'op' in layer\n3"),
+        (EngineRaised("builtins.Exception", ["Exception"], WORKER), "no 'op' in layer\n3"),
     ],
 )
 def test_the_words_are_the_engines_own_without_traceback_or_colours(error: BaseException, said: str) -> None:

@@ -276,33 +276,45 @@ def test_torchs_thread_setting_is_never_touched(monkeypatch: pytest.MonkeyPatch)
     assert torch.get_num_threads() == before
 
 
-def test_a_block_is_copied_and_hashed_without_releasing_the_gil() -> None:
-    # A thread that wants the GIL gets it only if it is given up: nobody asks for it within 1000 s.
-    source = bytearray(16 << 20)
-    destination = memoryview(bytearray(16 << 20))
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1000)
+def test_blocks_are_copied_and_hashed_without_releasing_the_gil() -> None:
+    # Threads that want the GIL get it only if it is given up, for none of them asks for it within 1000 s.
+    source = memoryview(bytearray(4 << 20))
+    destination = memoryview(bytearray(4 << 20))
     turns = [0]
     done = False
 
-    def count() -> None:
+    def take_turns() -> None:
         while not done:
             turns[0] += 1
             time.sleep(0)  # gives the GIL back at once
 
-    thread = threading.Thread(target=count, daemon=True)
-    thread.start()
+    threads = [threading.Thread(target=take_turns, daemon=True) for _ in range(8)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000)
     try:
+        for thread in threads:
+            thread.start()
         time.sleep(0.01)
         before = turns[0]
-        copying.copy_blocks(memoryview(source), destination)
+        for _ in range(40):
+            copying.copy_blocks(source, destination)
         during = turns[0] - before
     finally:
         done = True
         sys.setswitchinterval(interval)
-        thread.join()
+        for thread in threads:
+            thread.join()
     assert before > 0
     assert during == 0
+
+
+def test_the_digest_is_taken_over_the_destination() -> None:
+    # Overlapping memory: writing the destination changes the source, as a trainer that steps while its weights are copied does.
+    memory = memoryview(bytearray(bits(random_bits((3 * copying.BLOCK_BYTES + 1,), torch.uint8, 24))))
+    source, destination = memory[:-1], memory[1:]
+    digest = copying.copy_blocks(source, destination)
+    assert digest == xxhash.xxh3_128_digest(destination)
+    assert digest != xxhash.xxh3_128_digest(source)
 
 
 def test_reading_a_view_warns_of_nothing() -> None:
