@@ -20,7 +20,7 @@ from ray_weightsync.engines.facts import DESCRIBE, INSPECT, RWS_BACKEND, EngineF
 from ray_weightsync.engines.vllm_args import WORKER_EXTENSION
 from ray_weightsync.errors import CallFailure, EngineCallError, UnsupportedError
 from ray_weightsync.protocol import remote
-from ray_weightsync.protocol.channel import COLLECTIVE_RPC, GET_VERSION, IS_PAUSED, KNOWN_VERBS, REQUIRED_VERBS, WORLD_SIZE, Channel
+from ray_weightsync.protocol.channel import COLLECTIVE_RPC, GET_VERSION, IS_PAUSED, WORLD_SIZE, Channel
 from ray_weightsync.protocol.http_channel import HTTPCallError, HTTPChannel
 from ray_weightsync.protocol.http_routes import SERVER_INFO
 from ray_weightsync.protocol.ray_channel import SLICE_S, ActorChannel
@@ -94,9 +94,7 @@ async def _told_by_actor(channel: ActorChannel, nonce: str) -> dict[str, Any]:
     by_value(remote)  # `told` uses it; the actor's process need have neither
     token = uuid.uuid4().hex
     began = time.monotonic()
-    told = await channel.run(
-        told_in_actor.tell, channel.attr or "", token, SLICE_S, nonce, REQUIRED_VERBS, KNOWN_VERBS, WORKER_EXTENSION, DESCRIBE
-    )
+    told = await channel.run(told_in_actor.tell, channel.attr or "", token, SLICE_S, nonce)
     while told is None:
         await asyncio.sleep(min(1.0, (time.monotonic() - began) * 0.005))
         try:

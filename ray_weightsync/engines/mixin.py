@@ -13,10 +13,9 @@ from typing import Any, ClassVar
 
 import ray
 
-from ray_weightsync.engines.facts import CONTROL_GROUP, DESCRIBE
+from ray_weightsync.engines.facts import CONTROL_GROUP
 from ray_weightsync.engines.told import look, read
-from ray_weightsync.engines.vllm_args import WORKER_EXTENSION
-from ray_weightsync.protocol.channel import KNOWN_VERBS, REQUIRED_VERBS, unsupported
+from ray_weightsync.protocol.channel import unsupported
 from ray_weightsync.protocol.remote import loop_of, resolve
 
 
@@ -128,9 +127,9 @@ class EngineMixin:
     @ray.method(concurrency_group=CONTROL_GROUP)
     async def rws_inspect(self, nonce: str) -> dict[str, Any]:
         """What the engine is and holds, for `ray_weightsync.engines.inspect`. Calls nothing that could raise on one worker alone."""
-        told = look(self, self.engine_attr, REQUIRED_VERBS, KNOWN_VERBS, WORKER_EXTENSION, DESCRIBE)
+        told = look(self, self.engine_attr)
         engine = self._rws_engine()
-        return dict(await self._rws_where_it_lives(engine, lambda: read(engine, told, nonce, DESCRIBE)))
+        return dict(await self._rws_where_it_lives(engine, lambda: read(engine, told, nonce)))
 
     async def rws_actor_loop(self) -> None:
         """Note the loop that the actor's own methods run on. Not in the control group: that is the point."""

@@ -183,7 +183,7 @@ def unfit(facts: EngineFacts, ref: EngineRef, *, own_actor: bool = False) -> tup
         )
     if not facts.workers:
         found = "its workers lack our worker extension, so they cannot be asked what they hold"
-        return (found, f"{OUR_ARGS}; an extension of your own may derive from ray_weightsync.engines.plugin.WorkerExtension")
+        return (found, f"{OUR_ARGS}; an extension of your own must derive from ray_weightsync.engines.plugin.WorkerExtension")
     ours = package_version()
     theirs = sorted({worker.package_version for worker in facts.workers})
     if theirs != [ours]:

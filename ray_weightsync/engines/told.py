@@ -8,53 +8,50 @@ raise on every rank and leave the engine's replies out of step.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import inspect
 import os
 import sys
 from collections.abc import Coroutine
 from typing import Any
 
-# Functions, not their module: whatever a travelling function refers to travels with it.
+# Functions and constants, not their modules: whatever a travelling function refers to travels with it.
+from ray_weightsync.engines.facts import DESCRIBE, RWS_BACKEND
+from ray_weightsync.engines.vllm_args import WORKER_EXTENSION
+from ray_weightsync.protocol.channel import KNOWN_VERBS, REQUIRED_VERBS
 from ray_weightsync.protocol.remote import describe as describe_shape
 from ray_weightsync.protocol.remote import described, holders, loop_of, poll, unanswered
 from ray_weightsync.protocol.remote import resolve as engine_in
 
 
-def look(actor: Any, path: str, required: tuple[str, ...], known: tuple[str, ...], extension: str, describe: str) -> dict[str, Any]:
-    """What the actor and the engine in ``path`` show without being called.
-
-    Args:
-        actor: The actor's own object.
-        path: Where it holds its engine; ``""`` if it is one itself.
-        required: The verbs without which it is no engine.
-        known: All verbs of the protocol.
-        extension: Full name of our worker extension.
-        describe: Name of the extension's method.
-    """
-    told = describe_shape(actor, path, required, known)
+def look(actor: Any, path: str) -> dict[str, Any]:
+    """What the actor, and the engine that it holds in ``path`` (``""`` if it is one itself), show without being called."""
+    told = describe_shape(actor, path, REQUIRED_VERBS, KNOWN_VERBS)
     told.update(kind="async", extension=False, pid=os.getpid(), worker_id=None, node_id=None, backend=None, data_parallel_size=None)
     context = ray_context()
     if context is not None:
         told.update(worker_id=context.get_worker_id(), node_id=context.get_node_id())
-    if not told["found"] or not set(required) <= set(told["verbs"]):
+    if not told["found"] or not set(REQUIRED_VERBS) <= set(told["verbs"]):
         return told
-    engine = source(actor, path, required)
-    told["kind"] = "async" if any(inspect.iscoroutinefunction(getattr(engine, verb, None)) for verb in required) else "sync"
+    engine = source(actor, path)
+    told["kind"] = "async" if any(inspect.iscoroutinefunction(getattr(engine, verb, None)) for verb in REQUIRED_VERBS) else "sync"
     config = config_of(engine)
     if config is None:
         return told
     told.update(configured(config))
     told["vllm_version"] = getattr(sys.modules.get("vllm"), "__version__", None)
-    told["extension"] = has_extension(getattr(config.parallel_config, "worker_extension_cls", None), extension, describe)
+    # Asked only of engines that have our backend: in others a foreign extension is none of our business.
+    own = getattr(config.parallel_config, "worker_extension_cls", None)
+    told["extension"] = told["backend"] == RWS_BACKEND and has_extension(own)
     return told
 
 
-def source(actor: Any, path: str, required: tuple[str, ...]) -> Any:
+def source(actor: Any, path: str) -> Any:
     """The object to be asked: what ``path`` names, or, where the actor's own methods only hand on, the one engine that it holds."""
     engine = engine_in(actor, path)
     if path or config_of(engine) is not None:
         return engine
-    held = holders(actor, required)
+    held = holders(actor, REQUIRED_VERBS)
     return getattr(actor, held[0]) if len(held) == 1 else engine
 
 
@@ -81,15 +78,24 @@ def configured(config: Any) -> dict[str, Any]:
     }
 
 
-def has_extension(name: Any, extension: str, describe: str) -> bool:
-    """Whether the workers have our method: their extension is ours, or a subclass of it in a module that is loaded here too."""
+def has_extension(name: Any) -> bool:
+    """Whether the workers have our method: their extension is ours, or a class with that method.
+
+    Another class is looked up by importing its module, as the workers have done. Where that fails the answer is no: a method that is
+    not known to be there is never called.
+    """
     if not isinstance(name, str) or not name:
         return False
+    if name == WORKER_EXTENSION:
+        return True
     module, _, cls = name.rpartition(".")
-    return name == extension or callable(getattr(getattr(sys.modules.get(module), cls, None), describe, None))
+    try:
+        return callable(getattr(getattr(importlib.import_module(module), cls, None), DESCRIBE, None))
+    except Exception:
+        return False
 
 
-async def read(engine: Any, told: dict[str, Any], nonce: str, describe: str) -> dict[str, Any]:
+async def read(engine: Any, told: dict[str, Any], nonce: str) -> dict[str, Any]:
     """Add to ``told`` what only a call tells. To be run where the engine lives; never raises for anything the engine does."""
     told["failed"] = {}
     for key, verb in (("paused", "is_paused"), ("version", "get_weight_version")):
@@ -101,9 +107,9 @@ async def read(engine: Any, told: dict[str, Any], nonce: str, describe: str) -> 
             told["failed"][verb] = described(error)
     count = getattr(engine, "get_num_unfinished_requests", None)
     told["unfinished_requests"] = count() if callable(count) else None
-    if told["extension"] and told["backend"] == "rws" and not told["failed"]:
+    if told["extension"] and not told["failed"]:
         try:
-            told["workers"] = list(await settled(engine.collective_rpc(describe, args=(nonce,))))
+            told["workers"] = list(await settled(engine.collective_rpc(DESCRIBE, args=(nonce,))))
         except Exception as error:  # told to whoever asks
             told["failed"]["collective_rpc"] = described(error)
     return told
@@ -124,33 +130,23 @@ async def settled(answer: Any) -> Any:
     return await answer if inspect.isawaitable(answer) else answer
 
 
-def tell(
-    actor: Any,
-    path: str,
-    token: str,
-    wait_s: float,
-    nonce: str,
-    required: tuple[str, ...],
-    known: tuple[str, ...],
-    extension: str,
-    describe: str,
-) -> dict[str, Any] | None:
+def tell(actor: Any, path: str, token: str, wait_s: float, nonce: str) -> dict[str, Any] | None:
     """`look` and `read` from a thread of the actor's process: all of it, or None when the engine has not answered within ``wait_s``
     (then `remote.poll` fetches the rest by ``token``).
 
     Where the engine cannot be called from here the answer has no ``"failed"``: nothing was called.
     """
-    told = look(actor, path, required, known, extension, describe)
-    if not told["found"] or not set(required) <= set(told["verbs"]):
+    told = look(actor, path)
+    if not told["found"] or not set(REQUIRED_VERBS) <= set(told["verbs"]):
         return told
-    engine = source(actor, path, required)
+    engine = source(actor, path)
     if told["kind"] == "sync":
         # Beside a request on another thread nothing of an LLM may be called.
-        return told if told["actor_is_async"] or (told["max_concurrency"] or 1) > 1 else at_once(read(engine, told, nonce, describe))
+        return told if told["actor_is_async"] or (told["max_concurrency"] or 1) > 1 else at_once(read(engine, told, nonce))
     loop = loop_of(engine)
     if loop is None:
         return told
-    unanswered()[token] = asyncio.run_coroutine_threadsafe(read(engine, told, nonce, describe), loop)
+    unanswered()[token] = asyncio.run_coroutine_threadsafe(read(engine, told, nonce), loop)
     return poll(actor, token, wait_s)
 
 

@@ -96,7 +96,7 @@ class ModuleLoader:
             if first is None:
                 target.copy_(tensor)
                 self._loaded[group] = name
-            elif not torch.equal(flat_bytes(target.contiguous()), flat_bytes(tensor.contiguous())):  # as bytes: NaN equals itself, 0.0 is not -0.0
+            elif not _same_bytes(target, tensor):
                 raise ValueError(f"{first} and {name} are one tensor in the engine's model, and different values were sent for them")
 
     def finish(self) -> None:
@@ -123,6 +123,11 @@ def tensors_by_name(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     named = {name: tensor.detach() for name, tensor in module.named_parameters(remove_duplicate=False)}
     named.update({name: tensor for name, tensor in module.named_buffers(remove_duplicate=False) if name in kept})
     return named
+
+
+def _same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
+    # As bytes: NaN equals itself, and 0.0 is not -0.0.
+    return torch.equal(flat_bytes(left.contiguous()), flat_bytes(right.contiguous()))
 
 
 def _dtype_name(tensor: torch.Tensor) -> str:

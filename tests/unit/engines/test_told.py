@@ -14,7 +14,7 @@ from ray_weightsync.engines.facts import DESCRIBE, facts_of
 from ray_weightsync.engines.told import at_once, has_extension, look, read, tell
 from ray_weightsync.engines.vllm_args import WORKER_EXTENSION
 from ray_weightsync.protocol import remote
-from ray_weightsync.protocol.channel import KNOWN_VERBS, REQUIRED_VERBS
+from ray_weightsync.protocol.channel import REQUIRED_VERBS
 
 
 def config(*, backend: str | None = "rws", extension: str = WORKER_EXTENSION, tensor: int = 2, **parallel: Any) -> SimpleNamespace:
@@ -97,11 +97,11 @@ def describing(ranks: int) -> Any:
 
 
 def looked(actor: Any, path: str = "") -> dict[str, Any]:
-    return look(actor, path, REQUIRED_VERBS, KNOWN_VERBS, WORKER_EXTENSION, DESCRIBE)
+    return look(actor, path)
 
 
 def asked(engine: Any) -> dict[str, Any]:
-    return asyncio.run(read(engine, looked(engine), "n", DESCRIBE))
+    return asyncio.run(read(engine, looked(engine), "n"))
 
 
 class TestLook:
@@ -138,19 +138,19 @@ class TestLook:
 
 class TestExtension:
     def test_ours_is_known_by_its_name(self) -> None:
-        assert has_extension(WORKER_EXTENSION, WORKER_EXTENSION, DESCRIBE)
+        assert has_extension(WORKER_EXTENSION)
 
-    def test_a_class_that_derives_from_ours_is_known_where_its_module_is_loaded(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_class_that_derives_from_ours_is_known_by_its_method(self, monkeypatch: pytest.MonkeyPatch) -> None:
         module = types.ModuleType("users_extension")
         module.Mine = type("Mine", (), {DESCRIBE: lambda self, nonce: {}})  # type: ignore[attr-defined]
         module.Other = type("Other", (), {})  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "users_extension", module)
-        assert has_extension("users_extension.Mine", WORKER_EXTENSION, DESCRIBE)
-        assert not has_extension("users_extension.Other", WORKER_EXTENSION, DESCRIBE)
+        assert has_extension("users_extension.Mine")
+        assert not has_extension("users_extension.Other")
 
-    @pytest.mark.parametrize("name", [None, "", "never.imported.Class", "NoModule", 5])
+    @pytest.mark.parametrize("name", [None, "", "no_such_module.Class", "NoModule", ".", 5])
     def test_anything_else_is_not_believed_to_have_our_method(self, name: Any) -> None:
-        assert not has_extension(name, WORKER_EXTENSION, DESCRIBE)
+        assert not has_extension(name)
 
 
 class TestRead:
@@ -189,7 +189,7 @@ class TestRead:
 
 class TestTell:
     def ask(self, actor: Any, path: str = "llm") -> dict[str, Any] | None:
-        return tell(actor, path, "token", 10.0, "n", REQUIRED_VERBS, KNOWN_VERBS, WORKER_EXTENSION, DESCRIBE)
+        return tell(actor, path, "token", 10.0, "n")
 
     def test_a_synchronous_engine_is_asked_without_taking_the_threads_event_loop_away(self) -> None:
         with asyncio.Runner() as runner:

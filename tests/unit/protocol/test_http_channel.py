@@ -248,22 +248,27 @@ class TestConnections:
         assert proxy.requests == []
         assert "Authorization" not in server.requests[0].headers
 
-    def test_a_proxy_of_the_environment_is_used_for_another_host(self, new_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_proxy_of_the_environment_is_used_for_another_host_but_no_netrc(
+        self, new_server: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+    ) -> None:
         proxy = new_server()
+        (tmp_path / "netrc").write_text("machine engine.invalid login user password hunter2\n")
+        monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
         monkeypatch.setenv("http_proxy", proxy.url)
         for name in ("no_proxy", "NO_PROXY"):
             monkeypatch.delenv(name, raising=False)
         asyncio.run(HTTPChannel("http://engine.invalid:8000").call(verbs.START))
         assert proxy.requests[0].headers["Host"] == "engine.invalid:8000"
+        assert "Authorization" not in proxy.requests[0].headers
 
     def test_a_server_that_never_answers_does_not_keep_the_process_alive(self) -> None:
         program = textwrap.dedent("""
             import asyncio, socket
             from ray_weightsync.protocol.http_channel import HTTPChannel
-            silent = socket.create_server(("127.0.0.1", 0))
+            silent, kept = socket.create_server(("127.0.0.1", 0)), []
             async def main():
                 call = asyncio.create_task(HTTPChannel(f"http://127.0.0.1:{silent.getsockname()[1]}").call("start_weight_update"))
-                await asyncio.get_running_loop().run_in_executor(None, silent.accept)
+                kept.append(await asyncio.get_running_loop().run_in_executor(None, silent.accept))  # open, and silent
                 call.cancel()
             asyncio.run(main())
         """)
