@@ -13,6 +13,7 @@ WeightSyncError                 base of everything this package raises on purpos
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -121,10 +122,19 @@ class EngineCallError(WeightSyncError):
 
     Attributes:
         failures: One `CallFailure` per engine that failed, by its label.
+        answers: What the engines that did not fail answered, by label.
     """
 
-    def __init__(self, message: str = "", *, failures: dict[str, CallFailure] | None = None, **fields: Any) -> None:
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        failures: Mapping[str, CallFailure] | None = None,
+        answers: Mapping[str, Any] | None = None,
+        **fields: Any,
+    ) -> None:
         self.failures = dict(failures or {})
+        self.answers = dict(answers or {})
         super().__init__(message, **fields)
 
 

@@ -82,21 +82,19 @@ async def resolve(engine: EngineLike, *, limit_s: float) -> Engine:
             channel = await _channel(ref, label)
             if isinstance(channel, ActorChannel) and not has_own_inspect(channel):
                 await channel.probe()
+            facts = await ask(channel, secrets.token_hex(8), limit_s=limit_s)
+            if isinstance(channel, HTTPChannel):
+                await _require_one_server(channel, facts, ref, label)
     except TimeoutError as error:
         raise _unreachable(ref, label, "did not answer", began, limit_s) from error
+    except EngineCallError as error:
+        (failure,) = error.failures.values()
+        verdict = {"died": "is dead", "unanswered": "did not answer", "raised": "could not be inspected"}[failure.kind]
+        raise _unreachable(ref, label, verdict, began, None, failure.message) from error
     except WeightSyncError:
         raise
     except Exception as error:
         raise _unreachable(ref, label, "is dead" if died(error) else "cannot be reached", began, None, words(error)) from error
-    try:
-        facts = await ask(channel, secrets.token_hex(8), limit_s=max(limit_s - (time.monotonic() - began), 0.001))
-    except EngineCallError as error:
-        (failure,) = error.failures.values()
-        verdict = {"died": "is dead", "unanswered": "did not answer", "raised": "could not be inspected"}[failure.kind]
-        limit = limit_s if failure.kind == "unanswered" else None
-        raise _unreachable(ref, label, verdict, began, limit, failure.message if limit is None else None) from error
-    if isinstance(channel, HTTPChannel):
-        await _require_one_server(channel, facts, ref, label, limit_s=limit_s)
     problem = unfit(facts, ref, own_actor=has_own_inspect(channel))
     if problem is not None:
         raise AttachError(f"{label} ({shown(ref)}) cannot be attached: {problem[0]}", phase=PHASE, replicas=(label,), hint=problem[1])
@@ -135,7 +133,7 @@ def require_distinct(engines: Sequence[Engine]) -> None:
                     f"{one.label} ({shown(one.ref)}) and {other.label} ({shown(other.ref)}) are the same engine",
                     phase=PHASE,
                     replicas=(one.label, other.label),
-                    hint="list each engine once; behind one URL of a router there is no telling which engine answers, so list the servers",
+                    hint="list each engine once",
                 )
 
 
@@ -213,10 +211,9 @@ async def _channel(ref: EngineRef, label: str) -> Channel:
     return ActorChannel(handle, label=label, attr=ref.attr)
 
 
-async def _require_one_server(channel: HTTPChannel, facts: EngineFacts, ref: EngineRef, label: str, *, limit_s: float) -> None:
-    """Read the server's identity again, on new connections: behind a router, one update would reach one engine and its start another."""
-    async with asyncio.timeout(limit_s):
-        found = {facts.incarnation, *[await server_identity(channel) for _ in range(IDENTITY_READS - 1)]}
+async def _require_one_server(channel: HTTPChannel, facts: EngineFacts, ref: EngineRef, label: str) -> None:
+    """Read the server's identity again, on new connections: behind a router, an update would reach one engine and its start another."""
+    found = {facts.incarnation, *[await server_identity(channel) for _ in range(IDENTITY_READS - 1)]}
     if len(found) > 1:
         raise AttachError(
             f"{label} ({shown(ref)}) is not one server: {IDENTITY_READS} reads of its identity gave {', '.join(sorted(map(str, found)))}",

@@ -29,20 +29,6 @@ logger = logging.getLogger(__name__)
 Call = Callable[[], Awaitable[Any]]
 
 
-class PartialCallError(EngineCallError):
-    """Some engines failed a call. Like `EngineCallError`, it is raised after all of them have answered or missed the deadline.
-
-    Attributes:
-        answers: What the engines that did not fail answered, by label.
-    """
-
-    answers: dict[str, Any]
-
-    def __init__(self, message: str = "", *, answers: Mapping[str, Any] | None = None, **fields: Any) -> None:
-        self.answers = dict(answers or {})
-        super().__init__(message, **fields)
-
-
 class BlockingClient(ABC):
     """The verbs of `VLLMWeightSyncClient` and their companions, each a fan-out that blocks until every engine has answered.
 
@@ -220,7 +206,7 @@ class BlockingClient(ABC):
         only = outcomes.failures[lost[0]] if len(lost) == 1 and outcomes.failures[lost[0]].kind == "raised" else None
         told = f"{lost[0]} raised" if only else "; ".join(f"{label} {_verdict(outcomes.failures[label])}" for label in lost)
         count = f"{len(lost)} of {len(self.labels)} engines failed {verb}, {len(outcomes.answers)} did it"
-        return PartialCallError(
+        return EngineCallError(
             f"{f'{holds}: ' if holds else ''}{count}: {told}",
             answers=outcomes.answers,
             failures=outcomes.failures,

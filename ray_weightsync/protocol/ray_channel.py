@@ -8,7 +8,8 @@ measured on Ray 2.60:
   ``max_concurrency``. In a sync actor it waits its turn like any other call. A group that does not exist **kills the actor**.
 * ``max_task_retries=0`` as a call's option wins over the actor's and over ``@ray.method``'s, and stops ``retry_exceptions`` too. A call
   that takes part in an update must not run twice, so every call here sets it.
-* A function that travels by value costs 0.1 ms to pickle and a call 1.2 ms, against 0.8 ms for a method of the actor.
+* What travels by value costs 0.4 ms to pickle (6 kB), and a call on a held engine takes 1.9 ms in all, against 0.9 ms for a method of the
+  actor.
 """
 
 from __future__ import annotations

@@ -19,9 +19,11 @@ from typing import Any
 import ray
 import torch
 
+from ray_weightsync.protocol.reading import words
 from ray_weightsync.transports.host.store import SnapshotStore
 from ray_weightsync.transports.host.writer import SlotWriter
 from ray_weightsync.weights.plan import ParamMeta, Plan
+from ray_weightsync.worker.updates import MARKER
 
 REPOSITORY = str(Path(__file__).resolve().parents[2])
 EXTENSION = "tests.vllm.extension.FaultyExtension"
@@ -74,7 +76,7 @@ def tiny_llama(path: Path, seed: int, **overrides: Any) -> str:
 
 
 def checkpoint(path: str) -> Pairs:
-    """A checkpoint's tensors by name, in layer order; a tied head under its own name as well."""
+    """A checkpoint's tensors by name, in alphabetical order; a tied head under its own name as well."""
     from safetensors.torch import load_file
 
     pairs = load_file(f"{path}/model.safetensors")
@@ -288,7 +290,7 @@ def _words(call: Any) -> str:
     try:
         call()
     except Exception as error:
-        text = str(error)
-        assert "rws: " in text, f"not our words: {text}"
-        return text[text.index("rws: ") :].strip()
+        text = words(error)
+        assert MARKER in text, f"not our words: {text}"
+        return text[text.index(MARKER) :]
     return ""

@@ -212,12 +212,13 @@ def main(directory: str, session: str) -> None:
         signal.signal(number, signal.SIG_IGN)  # sent to whole jobs; the store may still need us while it ends
     if os.fork():
         os._exit(0)  # the store waits for this one; the other belongs to init
-    sys.stdout.write(f"{os.getpid()}\n")
-    sys.stdout.flush()
+    starter = os.dup(1)
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 1)
     os.dup2(nothing, 2)
     os.close(nothing)
+    os.write(starter, b"%d\n" % os.getpid())
+    os.close(starter)  # the store has been waiting for this end of file: the janitor stands on its own
     while os.read(0, 4096):
         pass  # nobody writes; only the end matters
     deadline = time.monotonic() + REAP_LIMIT_S

@@ -59,8 +59,12 @@ def start_fleet(engine_pool: list[Any]) -> Iterator[Callable[..., Fleet]]:
     sessions: list[rws.WeightSync] = []
     started: list[Any] = []
 
-    def start(num_engines: int = 2, engine_class: Any = None, fresh: bool = False, **options: Any) -> Fleet:
-        if engine_class is None and not fresh:
+    def start(
+        num_engines: int = 2, engine_class: Any = None, fresh: bool = False, engines: list[Any] | None = None, **options: Any
+    ) -> Fleet:
+        if engines is not None:
+            engines = engines[:num_engines]
+        elif engine_class is None and not fresh:
             engines = engine_pool[:num_engines]
         else:
             engines = [(engine_class or rws.TorchEngine).remote(make_module) for _ in range(num_engines)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -27,6 +27,14 @@ class _Faulty(TorchEngineActor):
     @ray.method(concurrency_group=CONTROL_GROUP)
     def arm(self, verb: str, how: str, times: int = 1) -> None:
         self._faults[verb] = (how, times)
+
+    @ray.method(concurrency_group=CONTROL_GROUP)
+    def make_as_new(self) -> None:
+        self._faults.clear()
+        if self._gate.update_open:
+            super().finish_weight_update()
+        super().update_weight_version("default")
+        super().resume_generation()
 
     def _fault(self, verb: str) -> None:
         how, times = self._faults.get(verb, ("", 0))
@@ -70,13 +78,30 @@ class _Faulty(TorchEngineActor):
 Faulty: Any = ray.remote(concurrency_groups={CONTROL_GROUP: 6}, num_cpus=0, max_concurrency=4)(_Faulty)
 
 
+@pytest.fixture(scope="module")
+def faulty() -> Iterator[list[Any]]:
+    """Three engines for all tests here that do not end one."""
+    engines = [Faulty.remote(make_module) for _ in range(3)]
+    yield engines
+    for engine in engines:
+        ray.kill(engine)
+
+
+@pytest.fixture(autouse=True)
+def as_new(faulty: list[Any]) -> Iterator[None]:
+    yield
+    ray.get([engine.make_as_new.remote() for engine in faulty], timeout=LIMIT_S)
+
+
 def arm(engine: Any, verb: str, how: str = "raise", times: int = 1) -> None:
     ray.get(engine.arm.remote(verb, how, times), timeout=LIMIT_S)
 
 
 @pytest.mark.parametrize(("verb", "phase"), [("pause_generation", "pause"), ("mark", "mark")])
-def test_a_replica_that_cannot_be_paused_or_marked_aborts_the_round(start_fleet: StartFleet, verb: str, phase: str) -> None:
-    fleet = start_fleet(3, engine_class=Faulty)
+def test_a_replica_that_cannot_be_paused_or_marked_aborts_the_round(
+    start_fleet: StartFleet, faulty: list[Any], verb: str, phase: str
+) -> None:
+    fleet = start_fleet(3, engines=faulty)
     served = make_module()
     fleet.sync.send_weights(served, version="good")
     arm(fleet.engines[1], verb)
@@ -103,8 +128,10 @@ def test_a_replica_that_cannot_be_paused_or_marked_aborts_the_round(start_fleet:
         ("reset_prefix_cache", "cache"),
     ],
 )
-def test_a_replica_that_fails_after_start_is_fenced_and_the_others_commit(start_fleet: StartFleet, verb: str, phase: str) -> None:
-    fleet = start_fleet(3, engine_class=Faulty)
+def test_a_replica_that_fails_after_start_is_fenced_and_the_others_commit(
+    start_fleet: StartFleet, faulty: list[Any], verb: str, phase: str
+) -> None:
+    fleet = start_fleet(3, engines=faulty)
     fleet.sync.send_weights(make_module(), version="good")
     arm(fleet.engines[1], verb)
     module = make_module()
@@ -127,8 +154,8 @@ def test_a_replica_that_fails_after_start_is_fenced_and_the_others_commit(start_
     assert len(fleet.sync.serving()) == 3
 
 
-def test_a_fleet_that_may_lose_replicas_goes_on_without_an_exception(start_fleet: StartFleet) -> None:
-    fleet = start_fleet(3, engine_class=Faulty, on_failure=rws.FailurePolicy(min_serving=2))
+def test_a_fleet_that_may_lose_replicas_goes_on_without_an_exception(start_fleet: StartFleet, faulty: list[Any]) -> None:
+    fleet = start_fleet(3, engines=faulty, on_failure=rws.FailurePolicy(min_serving=2))
     arm(fleet.engines[0], "update_weights")
     report = fleet.sync.send_weights(make_module(), version=1)
     assert report.lost == ("r0",)
@@ -138,8 +165,8 @@ def test_a_fleet_that_may_lose_replicas_goes_on_without_an_exception(start_fleet
         fleet.sync.send_weights(make_module(), version=2)
 
 
-def test_when_every_replica_fails_no_version_is_committed_and_none_serves(start_fleet: StartFleet) -> None:
-    fleet = start_fleet(2, engine_class=Faulty)
+def test_when_every_replica_fails_no_version_is_committed_and_none_serves(start_fleet: StartFleet, faulty: list[Any]) -> None:
+    fleet = start_fleet(2, engines=faulty)
     for engine in fleet.engines:
         arm(engine, "update_weights")
     with pytest.raises(rws.FleetTorn) as caught:

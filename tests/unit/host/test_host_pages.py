@@ -103,9 +103,19 @@ def test_a_lock_lasts_as_long_as_a_tensor_of_the_map(fd: int, directory: str) ->
 def test_reserved_memory_is_there_and_zero_whatever_the_kernel_grants(
     fd: int, num_bytes: int, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    touched, real = [], os.pwrite
+
+    def pwrite(file: int, data: memoryview, offset: int) -> int:
+        touched.append((offset, len(data)))
+        return real(file, data, offset)
+
     if refused:
         monkeypatch.setattr(pages, "_advise", lambda address, size, advice: False)
+    monkeypatch.setattr(os, "pwrite", pwrite)
     pages.reserve(fd, num_bytes)
+    if refused:
+        assert sum(size for _, size in touched) == num_bytes
+        assert [offset for offset, _ in touched] == list(range(0, num_bytes, MIB))
     status = os.fstat(fd)
     assert status.st_size == num_bytes
     assert status.st_blocks * 512 >= num_bytes

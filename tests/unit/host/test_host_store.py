@@ -41,8 +41,11 @@ def slot_files(directory: str) -> list[str]:
 # -- opening -------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_slot_is_a_private_fully_allocated_file_of_exactly_its_size(store: SnapshotStore, directory: str, session: str) -> None:
-    before = os.umask(0)  # the mode must not depend on it
+@pytest.mark.parametrize("umask", [0, 0o777])
+def test_a_slot_is_a_private_fully_allocated_file_of_exactly_its_size(
+    store: SnapshotStore, directory: str, session: str, umask: int
+) -> None:
+    before = os.umask(umask)  # the mode must not depend on it
     try:
         address = store.open_slot(new_id(), PLAN, 3 << 20, False)
     finally:
