@@ -81,6 +81,8 @@ async def _told(channel: Channel, nonce: str) -> Mapping[str, Any]:
         return await _told_by_actor(channel, nonce)
     if isinstance(channel, HTTPChannel):
         return await _told_by_server(channel, nonce)
+    if channel.supports(INSPECT):
+        return dict(await channel.call(INSPECT, nonce))
     return {"kind": "client"}
 
 

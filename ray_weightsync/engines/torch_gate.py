@@ -80,6 +80,7 @@ class StepGate:
             self.check_alive()
             aborts = self._aborts
             self._frozen += 1
+            self._changed.notify_all()  # for `wait_frozen`
             try:
                 while self._paused or self._rpcs_between_steps:
                     self._changed.wait()

@@ -138,6 +138,7 @@ class Bring:
         for member in members:
             if member.failed:
                 member.replica.happen(ReplicaEvent.FAIL, error=f"not put back after an aborted round: {member.failed}")
+                member.replica.fenced_by_us |= member.pause_asked_at is not None
         raise Aborted(culprits, stuck)
 
     async def _pause_and_mark(self, member: _Member) -> None:
@@ -170,6 +171,7 @@ class Bring:
         except StepFailed as failed:
             logger.error("%s may have been left paused: %s", member.replica.id, failed)
             member.replica.happen(ReplicaEvent.FAIL, error=f"left paused: {failed}")
+            member.replica.fenced_by_us = True
 
     # --- between start and commit: each replica for itself ------------------------------------------------------------------
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,6 +15,7 @@ import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import get_world_group
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 
 from ray_weightsync.weights.plan import Plan
 from ray_weightsync.worker.agreement import over_world_group
@@ -115,7 +115,7 @@ class VLLMModel:
         if plan.target != "main":
             return [f"this engine's backend updates the main model only, not {plan.target!r}"]
         # vLLM sets its config around start, update and finish, but not around this call; some loaders read it.
-        with set_current_vllm_config(self._vllm_config), _without_mtp_check():
+        with set_current_vllm_config(self._vllm_config), disable_mtp_completeness_check():
             verdict = check_on_twin(self._model, plan, restored=restored, world_size=self._world_size)
         self._unjudged = list(verdict.unjudged)
         return list(verdict.problems)
@@ -131,7 +131,8 @@ class VLLMModel:
 
     def load(self, pairs: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Hand ``pairs`` to the model's own ``load_weights``."""
-        with _without_mtp_check():
+        # As vLLM's own backends do: the check is for checkpoints, and a sender may leave the multi-token-prediction head alone.
+        with disable_mtp_completeness_check():
             self._model.load_weights(pairs)
         if self._device.type != "cpu":
             torch.accelerator.synchronize()  # copies to a device are asynchronous; their errors belong to this update
@@ -144,16 +145,6 @@ class VLLMModel:
             self._reload.finish()
         else:
             self._reload.flush()
-
-
-def _without_mtp_check() -> AbstractContextManager[None]:
-    """vLLM's own backends load under this: a multi-token-prediction head is complete only with the last chunk. (0.31 and later.)"""
-    try:
-        from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
-    except ImportError:  # this version does not check
-        return nullcontext()
-    context: AbstractContextManager[None] = disable_mtp_completeness_check()
-    return context
 
 
 def resident() -> Sequence[str]:

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ray_weightsync.weights.plan import Plan, TensorSpec
 
-MAX_PROBLEMS = 5
+MAX_PROBLEMS = 3
 
 _ROUTING_TABLES = frozenset(
     {"_expert_map", "expert_mask", "expert_global_to_physical", "expert_physical_to_global", "expert_local_to_global"}
@@ -132,7 +132,7 @@ class _Ledger:
     def __init__(self, twin: torch.nn.Module, world_size: int) -> None:
         self._of: dict[int, _Parameter] = {}
         self._used: dict[str, tuple[int, _Parameter]] = {}
-        self._dtypes: dict[str, str] = {}
+        self._casts: dict[tuple[torch.dtype, torch.dtype], dict[str, str]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._broadcast: dict[str, str] = {}
         for prefix, module in twin.named_modules():
@@ -150,11 +150,7 @@ class _Ledger:
             return
         if source.dtype != target.dtype and target.dtype not in _EXACT_WIDENINGS.get(source.dtype, ()):
             sent = f" (tensor {wire!r})" if wire not in (None, parameter.name) else ""
-            self._dtypes.setdefault(
-                parameter.name,
-                f"{parameter.name} is {_short(target.dtype)} in this engine and would be given {_short(source.dtype)}{sent}: "
-                f"cast on the sender with cast(...)",
-            )
+            self._casts.setdefault((target.dtype, source.dtype), {}).setdefault(parameter.name, sent)
         if source.numel() != target.numel():
             self._broadcast.setdefault(
                 parameter.name, f"{parameter.name}: shape {list(source.shape)} does not fill the place of shape {list(target.shape)}"
@@ -174,7 +170,13 @@ class _Ledger:
             parameter.filled += target.numel()
 
     def dtype_problems(self) -> list[str]:
-        return list(self._dtypes.values())
+        problems = []
+        for (kept, given), names in self._casts.items():
+            first, sent = next(iter(names.items()))
+            others = f" ({len(names) - 1} other parameters likewise)" if len(names) > 1 else ""
+            what = f"{first} is {_short(kept)} in this engine and would be given {_short(given)}{sent}{others}"
+            problems.append(f"{what}: cast on the sender with cast(...)")
+        return problems
 
     def coverage_problems(self, plan: Plan) -> list[str]:
         problems = list(self._broadcast.values())

@@ -65,8 +65,11 @@ REFUSED = {
     ),
     "float16 for a bfloat16 projection": (typed(Q, torch.float16), rf"{QKV_PARAM} is bfloat16 .* given float16 \(tensor '{Q}'\)"),
     "int8 for a bfloat16 embedding": (typed(EMBED, torch.int8), f"{EMBED} is bfloat16 in this engine and would be given int8"),
-    "float32 throughout": (all_typed(torch.float32), "is bfloat16 in this engine and would be given float32.*; and [0-9]+ more"),
-    "float8 throughout": (all_typed(torch.float8_e4m3fn), "would be given float8_e4m3fn"),
+    "float32 throughout": (
+        all_typed(torch.float32),
+        r"is bfloat16 in this engine and would be given float32 \(\d+ other parameters likewise\): cast",
+    ),
+    "float8 throughout": (all_typed(torch.float8_e4m3fn), r"would be given float8_e4m3fn \(\d+ other"),
 }
 
 

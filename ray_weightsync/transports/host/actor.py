@@ -12,7 +12,8 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_weightsync.transports.host.layout import SlotAddress, SlotError
-from ray_weightsync.transports.host.store import SnapshotStore, StoreStats
+from ray_weightsync.transports.host.slots import StoreStats
+from ray_weightsync.transports.host.store import SnapshotStore
 
 _CONCURRENCY = 4
 """Calls that may be under way at once, so that `probe` and `stats` need not wait for a slot's first touch."""

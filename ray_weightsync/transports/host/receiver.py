@@ -16,20 +16,17 @@ from typing import Any
 
 import torch
 
+from ray_weightsync.transports.host.files import NOT_SEEN, check_file, open_file, open_slot_file
 from ray_weightsync.transports.host.janitor import OWNER_NAME
 from ray_weightsync.transports.host.layout import (
     HEADER_BYTES,
-    NOT_SEEN,
     FileState,
     HeaderPage,
     SlotAddress,
     SlotError,
     check_address,
     check_directory_name,
-    check_file,
     check_snapshot,
-    open_file,
-    open_slot_file,
 )
 from ray_weightsync.transports.host.pages import map_file
 from ray_weightsync.weights.packing import view

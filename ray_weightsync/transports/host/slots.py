@@ -76,6 +76,33 @@ class Slot:
         return replace(self.moved(SlotState.WRITING, turn), snapshot=snapshot, plan=plan, overlap=overlap)
 
 
+@dataclass(frozen=True, kw_only=True)
+class StoreStats:
+    """What a store holds now, and what it did in its life.
+
+    Attributes:
+        slots: Files linked now; retired ones are not.
+        num_bytes: Their size together, headers included.
+        in_use: Slots being written, sealed or committed.
+        committed: Id of the committed snapshot.
+        allocated: Slots created so far.
+        reused: How often a slot was given away again.
+        retired: Slots given up so far because somebody still held them when they were needed.
+        dropped: Slots given up so far because there were too many, or of another size.
+        janitor_pid: Process that unlinks the files should this one be killed.
+    """
+
+    slots: int
+    num_bytes: int
+    in_use: int
+    committed: str | None
+    allocated: int
+    reused: int
+    retired: int
+    dropped: int
+    janitor_pid: int
+
+
 def spare(slots: Iterable[Slot]) -> list[Slot]:
     """The slots that may be given away, the least missed first: free ones, then former ones, each by how long they were left alone."""
     return sorted(

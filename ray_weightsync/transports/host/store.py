@@ -18,10 +18,10 @@ import threading
 import uuid
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from types import TracebackType
 
 from ray_weightsync.transports.host import janitor
+from ray_weightsync.transports.host.files import open_directory
 from ray_weightsync.transports.host.layout import (
     HEADER_BYTES,
     FileState,
@@ -33,42 +33,14 @@ from ray_weightsync.transports.host.layout import (
     check_num_bytes,
     check_session,
     check_snapshot,
-    open_directory,
 )
 from ray_weightsync.transports.host.memory import available_bytes
 from ray_weightsync.transports.host.pages import reserve
-from ray_weightsync.transports.host.slots import Slot, SlotState, fitting, surplus
+from ray_weightsync.transports.host.slots import Slot, SlotState, StoreStats, fitting, surplus
 
 logger = logging.getLogger(__name__)
 
 _NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoreStats:
-    """What a store holds now, and what it did in its life.
-
-    Attributes:
-        slots: Files linked now; retired ones are not.
-        num_bytes: Their size together, headers included.
-        in_use: Slots being written, sealed or committed.
-        committed: Id of the committed snapshot.
-        allocated: Slots created so far.
-        reused: How often a slot was given away again.
-        retired: Slots given up so far because somebody still held them when they were needed.
-        dropped: Slots given up so far because there were too many, or of another size.
-        janitor_pid: Process that unlinks the files should this one be killed.
-    """
-
-    slots: int
-    num_bytes: int
-    in_use: int
-    committed: str | None
-    allocated: int
-    reused: int
-    retired: int
-    dropped: int
-    janitor_pid: int
 
 
 class _OpenSlot:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ray_weightsync.transports.host.files import lease, open_slot_file
 from ray_weightsync.transports.host.layout import (
     HEADER_BYTES,
     FileState,
@@ -22,8 +23,6 @@ from ray_weightsync.transports.host.layout import (
     SlotAddress,
     SlotError,
     check_address,
-    lease,
-    open_slot_file,
 )
 from ray_weightsync.transports.host.pages import map_file, map_pages_in
 from ray_weightsync.weights.packing import Packed, pack

@@ -17,7 +17,7 @@ import torch
 from ray_weightsync.transports.host.actor import start_store
 from ray_weightsync.transports.host.layout import NoRoomError, SlotError
 from ray_weightsync.transports.host.receiver import HostReceiver
-from ray_weightsync.transports.host.store import StoreStats
+from ray_weightsync.transports.host.slots import StoreStats
 from ray_weightsync.transports.host.writer import SlotWriter
 from ray_weightsync.weights.plan import ParamMeta, Plan
 

@@ -102,6 +102,16 @@ class TestPause:
             gate.pause("stop")
         assert not gate.paused
 
+    def test_whoever_waits_for_frozen_requests_is_told_when_they_arrive(self, gate: StepGate, threads: ThreadPoolExecutor) -> None:
+        gate.pause("keep")
+        waiting = threads.submit(gate.wait_frozen, 1, LIMIT_S)
+        changed: threading.Condition = gate._changed
+        while not changed._waiters:  # type: ignore[attr-defined]  # it must be waiting before the request comes
+            assert not waiting.done()
+        threads.submit(run_step, gate)
+        assert waiting.result(LIMIT_S / 2) is True
+        gate.resume()
+
     def test_resume_twice_is_harmless(self, gate: StepGate) -> None:
         gate.pause("keep")
         gate.resume()

@@ -70,13 +70,18 @@ class Stage:
         plan = plan or self.plan
         return self.writer.write(address, plan, iter(self.weights(seed, plan).items()), progress_bytes=64)
 
+    def opened(self, store: SnapshotStore, *, plan: Plan | None = None, overlap: bool = False) -> Mapping[str, Any]:
+        """The address of a new snapshot's slot."""
+        plan = plan or self.plan
+        return store.open_slot(uuid.uuid4().hex, plan.digest, plan.num_bytes, overlap)
+
     def sealed(self, store: SnapshotStore, seed: int = 0, *, plan: Plan | None = None, overlap: bool = False) -> tuple[str, str]:
         """Open, write and seal a snapshot: its id and its weights digest."""
         plan = plan or self.plan
-        snapshot = uuid.uuid4().hex
-        packed = self.write(store.open_slot(snapshot, plan.digest, plan.num_bytes, overlap), seed, plan)
-        store.seal(snapshot, packed.digest)
-        return snapshot, packed.digest
+        address = self.opened(store, plan=plan, overlap=overlap)
+        digest = self.write(address, seed, plan).digest
+        store.seal(address["snapshot"], digest)
+        return address["snapshot"], digest
 
     def committed(self, store: SnapshotStore, seed: int = 0) -> str:
         snapshot, _ = self.sealed(store, seed)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import gc
 import itertools
 import os
-import subprocess
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -17,8 +14,7 @@ import pytest
 import torch
 
 from ray_weightsync.transports.host import janitor
-from ray_weightsync.transports.host import store as store_module
-from ray_weightsync.transports.host.layout import HEADER_BYTES, NoRoomError, SlotError
+from ray_weightsync.transports.host.layout import HEADER_BYTES, SlotError
 from ray_weightsync.transports.host.store import SnapshotStore
 from ray_weightsync.weights.packing import Packed
 from ray_weightsync.weights.plan import ParamMeta, Plan
@@ -92,7 +88,7 @@ def test_rounds_go_back_and_forth_between_two_slots(store: SnapshotStore, stage:
 
 def test_the_committed_slot_is_never_a_target(store: SnapshotStore, stage: Any) -> None:
     committed = store.address(stage.committed(store))
-    staged = [store.open_slot(new_id(), stage.plan.digest, stage.plan.num_bytes, False)["name"] for _ in range(4)]
+    staged = [stage.opened(store)["name"] for _ in range(4)]
     assert committed["name"] not in staged
     assert len(set(staged)) == 4
     assert stage.open(committed).received().snapshot == committed["snapshot"]
@@ -109,7 +105,7 @@ def test_a_staging_takes_a_discarded_slot_before_the_former_one(directory: str, 
         with pytest.raises(SlotError, match="has no slot"):
             store.address(first)
         store.discard(given_up)
-        assert store.open_slot(new_id(), stage.plan.digest, stage.plan.num_bytes, False)["name"] == name
+        assert stage.opened(store)["name"] == name
 
 
 def test_slots_of_another_size_make_room_for_a_new_plan(store: SnapshotStore, stage: Any, directory: str) -> None:
@@ -161,7 +157,7 @@ def test_a_slot_under_lease_is_retired_and_its_memory_goes_with_its_last_view(
     assert same(hung, stage.weights(1)), "a retired slot keeps serving whoever maps it"
     assert same(dict(stage.open(store.address(third))), stage.weights(3))
     gone = f"{directory}/{retired} (deleted)"
-    stage.write(store.open_slot(new_id(), stage.plan.digest, stage.plan.num_bytes, False), 4)  # the writer lets go of it as well
+    stage.write(stage.opened(store), 4)  # the writer lets go of it as well
     assert gone in mapped(directory)
     hung.clear()
     gc.collect()
@@ -185,11 +181,11 @@ def test_a_slot_whose_writer_is_late_goes_to_nobody_else(store: SnapshotStore, s
             writing.set()
             assert gate.wait(30)
 
-    late = store.open_slot(new_id(), stage.plan.digest, stage.plan.num_bytes, False)
+    late = stage.opened(store)
     writer = aside(lambda: stage.writer.write(late, stage.plan, slow(), progress_bytes=64))
     assert writing.wait(30)
     store.discard(late["snapshot"])
-    again = store.open_slot(new_id(), stage.plan.digest, stage.plan.num_bytes, False)
+    again = stage.opened(store)
     assert again["name"] != late["name"]
     assert store.stats().retired == 1
     gate.set()
@@ -200,9 +196,9 @@ def test_a_slot_whose_writer_is_late_goes_to_nobody_else(store: SnapshotStore, s
 
 
 def test_a_late_writer_that_has_not_begun_finds_the_slot_taken(store: SnapshotStore, stage: Any) -> None:
-    late = store.open_slot(new_id(), stage.plan.digest, stage.plan.num_bytes, False)
+    late = stage.opened(store)
     store.discard(late["snapshot"])
-    again = store.open_slot(new_id(), stage.plan.digest, stage.plan.num_bytes, False)
+    again = stage.opened(store)
     assert again["name"] == late["name"]
     with pytest.raises(SlotError, match="another snapshot's slot by now"):
         stage.write(late, 1)
@@ -213,7 +209,7 @@ def test_a_late_writer_that_has_not_begun_finds_the_slot_taken(store: SnapshotSt
 
 
 def test_half_a_snapshot_is_not_sealed(store: SnapshotStore, stage: Any) -> None:
-    address = store.open_slot(new_id(), stage.plan.digest, stage.plan.num_bytes, False)
+    address = stage.opened(store)
 
     def breaks() -> Iterator[tuple[str, torch.Tensor]]:
         yield next(iter(stage.weights(0).items()))
@@ -239,7 +235,7 @@ def test_a_seal_is_repeated_only_with_the_same_digest(store: SnapshotStore, stag
 
 
 def test_a_slot_whose_header_was_changed_is_not_sealed(store: SnapshotStore, stage: Any, directory: str) -> None:
-    address = store.open_slot(new_id(), stage.plan.digest, stage.plan.num_bytes, False)
+    address = stage.opened(store)
     packed: Packed = stage.write(address, 0)
     fd = os.open(f"{directory}/{address['name']}", os.O_RDWR)
     os.pwrite(fd, b"0" * 32, 24)
@@ -250,7 +246,7 @@ def test_a_slot_whose_header_was_changed_is_not_sealed(store: SnapshotStore, sta
 
 def test_what_is_not_sealed_is_not_committed(store: SnapshotStore, stage: Any) -> None:
     committed = stage.committed(store)
-    half = store.open_slot(new_id(), stage.plan.digest, stage.plan.num_bytes, False)["snapshot"]
+    half = stage.opened(store)["snapshot"]
     with pytest.raises(SlotError, match="is writing; it cannot become committed"):
         store.mark_committed(half)
     with pytest.raises(SlotError, match="has no slot"):
@@ -281,7 +277,7 @@ def test_the_committed_snapshot_cannot_be_discarded(store: SnapshotStore, stage:
 
 @pytest.mark.parametrize("seal", [False, True])
 def test_what_was_discarded_is_read_by_nobody(store: SnapshotStore, stage: Any, seal: bool) -> None:
-    address = store.open_slot(new_id(), stage.plan.digest, stage.plan.num_bytes, True)
+    address = stage.opened(store, overlap=True)
     if seal:
         store.seal(address["snapshot"], stage.write(address, 0).digest)
     assert store.discard(address["snapshot"]) is True
@@ -305,106 +301,13 @@ def test_more_slots_than_kept_for_reuse_go_when_they_are_free(store: SnapshotSto
     assert store.stats().dropped == 2
 
 
-# -- no memory ---------------------------------------------------------------------------------------------------------------
-
-
-def assert_refused_and_whole(store: SnapshotStore, stage: Any, num_bytes: int, directory: str) -> NoRoomError:
-    committed = store.stats().committed
-    before, fds = files(directory), sorted(os.listdir("/proc/self/fd"))
-    with pytest.raises(NoRoomError) as caught:
-        store.open_slot(new_id(), PLAN, num_bytes, False)
-    assert files(directory) == before
-    assert sorted(os.listdir("/proc/self/fd")) == fds
-    assert stage.open(store.address(committed)).received().snapshot == committed
-    assert caught.value.needed_bytes == HEADER_BYTES + num_bytes
-    assert caught.value.directory == directory
-    return caught.value
-
-
-def test_more_than_there_is_is_refused_before_the_kernel_is_asked(store: SnapshotStore, stage: Any, directory: str) -> None:
-    stage.committed(store)
-    error = assert_refused_and_whole(store, stage, 1 << 50, directory)
-    assert 0 < error.available_bytes < 1 << 50
-
-
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.ENOMEM, errno.EDQUOT])
-def test_a_refusal_by_the_kernel_leaves_no_file(
-    store: SnapshotStore, stage: Any, directory: str, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
-    stage.committed(store)
-
-    def refuse(fd: int, offset: int, length: int) -> None:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(os, "posix_fallocate", refuse)
-    assert_refused_and_whole(store, stage, 1 << 16, directory)
-
-
-def test_another_error_of_the_kernel_stays_what_it_is(store: SnapshotStore, directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(fd: int, offset: int, length: int) -> None:
-        raise OSError(errno.EIO, "broken")
-
-    monkeypatch.setattr(os, "posix_fallocate", refuse)
-    with pytest.raises(OSError, match="broken"):
-        store.open_slot(new_id(), PLAN, 1 << 16, False)
-    assert slot_files(directory) == []
-
-
-@contextlib.contextmanager
-def small_tmpfs(directory: str, size: str) -> Iterator[str]:
-    path = f"{directory}/small"
-    os.mkdir(path)
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size},mode=0700", "rws-tests", path], capture_output=True, check=False)
-    if mounted.returncode:
-        pytest.skip("mounting a tmpfs is not allowed here")
-    try:
-        yield path
-    finally:
-        subprocess.run(["umount", path], check=True)
-
-
-def test_a_small_container_gets_a_clear_refusal_from_a_real_file_system(
-    directory: str, session: str, stage: Any, monkeypatch: pytest.MonkeyPatch, wait_gone: Callable[[int], None]
-) -> None:
-    with small_tmpfs(directory, "8m") as small, contextlib.ExitStack() as ends:
-        store = SnapshotStore(session, small, 2)
-        ends.callback(wait_gone, store.stats().janitor_pid)  # it keeps the directory open, and the file system busy
-        ends.callback(store.close)
-        stage.committed(store)
-        error = assert_refused_and_whole(store, stage, 16 << 20, small)
-        assert 0 < error.available_bytes <= 8 << 20
-        # the memory vanishes between the question and the allocation
-        monkeypatch.setattr(store_module, "available_bytes", lambda fd: 1 << 40)
-        assert_refused_and_whole(store, stage, 16 << 20, small)
-        stage.writer.close()
-        store.open_slot(new_id(), PLAN, 7 << 20, False)  # what the failed attempt took is free again
-
-
-def test_questions_are_answered_while_a_slot_is_being_allocated(store: SnapshotStore, aside: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, allocating, gate = os.posix_fallocate, threading.Event(), threading.Event()
-
-    def slow(fd: int, offset: int, length: int) -> None:
-        allocating.set()
-        assert gate.wait(30)
-        real(fd, offset, length)
-
-    monkeypatch.setattr(os, "posix_fallocate", slow)
-    opening = aside(lambda: store.open_slot(new_id(), PLAN, 64, False))
-    assert allocating.wait(30)
-    assert store.stats().slots == 0
-    assert store.probe()["name"].endswith("-owner")
-    gate.set()
-    assert opening.result()["num_bytes"] == 64
-    assert store.stats().slots == 1
-
-
 # -- over time -----------------------------------------------------------------------------------------------------------------
 
 
 def test_a_hundred_cycles_leave_no_more_than_two(store: SnapshotStore, stage: Any, directory: str) -> None:
     def cycle(seed: int) -> None:
         dict(stage.open(store.address(stage.committed(store, seed))))
-        half = store.open_slot(new_id(), stage.plan.digest, stage.plan.num_bytes, True)
+        half = stage.opened(store, overlap=True)
         store.discard(half["snapshot"])
 
     def footprint() -> tuple[object, ...]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-import threading
-import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import pytest
 import torch
 
 from ray_weightsync.errors import ConfigError
-from ray_weightsync.transports.host.layout import HEADER_BYTES, FileState, SlotError
+from ray_weightsync.transports.host.layout import HEADER_BYTES, SlotError
 from ray_weightsync.transports.host.receiver import HostReceiver
 from ray_weightsync.transports.host.store import SnapshotStore
 from ray_weightsync.transports.host.writer import SlotWriter
@@ -24,14 +22,6 @@ from ray_weightsync.worker.receiver import Received, Receiver
 
 LIMIT_S = 30.0
 ALL_DTYPES = ("bool", "uint8", "int64", "float8_e4m3fn", "bfloat16", "float32", "float64", "complex64", "complex128")
-
-
-def new_id() -> str:
-    return uuid.uuid4().hex
-
-
-def opened(store: SnapshotStore, plan: Plan, *, overlap: bool = False) -> Mapping[str, Any]:
-    return store.open_slot(new_id(), plan.digest, plan.num_bytes, overlap)
 
 
 def file_digest(address: Mapping[str, Any], plan: Plan) -> str:
@@ -60,7 +50,7 @@ def test_every_dtype_and_shape_arrives_bit_by_bit(store: SnapshotStore, stage: A
     for spec in plan.tensors:
         raw = torch.randint(0, 2 if spec.dtype == "bool" else 256, (spec.nbytes,), generator=generator, dtype=torch.uint8)
         weights[spec.name] = raw.view(spec.torch_dtype).view(spec.shape)
-    address = opened(store, plan)
+    address = stage.opened(store, plan=plan)
     packed = stage.writer.write(address, plan, iter(weights.items()), progress_bytes=1 << 20)
     store.seal(address["snapshot"], packed.digest)
     for name, tensor in stage.open(address, plan=plan):
@@ -72,7 +62,7 @@ def test_every_dtype_and_shape_arrives_bit_by_bit(store: SnapshotStore, stage: A
 def test_a_plan_of_empty_tensors_alone_is_delivered(store: SnapshotStore, stage: Any) -> None:
     plan = Plan.from_metadata([ParamMeta("none", torch.float32, (0, 3))])
     for overlap in (False, True):
-        address = opened(store, plan, overlap=overlap)
+        address = stage.opened(store, plan=plan, overlap=overlap)
         packed = stage.writer.write(address, plan, iter([("none", torch.empty(0, 3))]), progress_bytes=1)
         store.seal(address["snapshot"], packed.digest)
         delivery = stage.open(address, plan=plan)
@@ -138,7 +128,7 @@ def test_the_lease_lasts_exactly_as_long_as_somebody_keeps_a_view(
 def test_a_refused_update_keeps_no_lease_and_no_file_open(
     store: SnapshotStore, stage: Any, is_held: Callable[[Mapping[str, Any]], bool]
 ) -> None:
-    address = opened(store, stage.plan)
+    address = stage.opened(store)
     fds = sorted(os.listdir("/proc/self/fd"))
     for bad in ({}, {"snapshot": "0" * 32}, {"plan": "0" * 32}, {"num_bytes": 64}):
         with pytest.raises(SlotError):
@@ -172,7 +162,7 @@ def test_a_killed_reader_gives_its_lease_back(
     reader.kill()
     assert not is_held(address)
     stage.committed(store, 1)
-    assert store.open_slot(new_id(), stage.plan.digest, stage.plan.num_bytes, False)["name"] == address["name"]
+    assert stage.opened(store)["name"] == address["name"]
     assert store.stats().retired == 0
 
 
@@ -199,21 +189,21 @@ def test_a_plan_that_is_not_the_updates_is_refused(store: SnapshotStore, stage: 
 
 
 def test_what_is_not_sealed_is_not_read_without_overlap(store: SnapshotStore, stage: Any) -> None:
-    address = opened(store, stage.plan)
+    address = stage.opened(store)
     stage.write(address, 0)
     with pytest.raises(SlotError, match=rf"is not sealed; {stage.plan.num_bytes} of {stage.plan.num_bytes} bytes"):
         stage.open(address)
 
 
 def test_a_writer_refuses_a_slot_of_another_plan_or_state(store: SnapshotStore, stage: Any) -> None:
-    address = opened(store, stage.plan)
+    address = stage.opened(store)
     other = Plan.from_metadata([ParamMeta("w", torch.float32, (1,))])
     with pytest.raises(SlotError, match="was opened for plan"):
         stage.write(address, 0, plan=other)
     store.seal(address["snapshot"], stage.write(address, 0).digest)
     with pytest.raises(SlotError, match="it is SEALED"):
         stage.write(address, 1)
-    discarded = opened(store, stage.plan)
+    discarded = stage.opened(store)
     store.discard(discarded["snapshot"])
     with pytest.raises(SlotError, match="it is ABORTED"):
         stage.write(discarded, 1)
@@ -222,7 +212,7 @@ def test_a_writer_refuses_a_slot_of_another_plan_or_state(store: SnapshotStore, 
 
 
 def test_a_source_that_disagrees_with_its_plan_is_not_sealed(store: SnapshotStore, stage: Any, is_held: Callable[..., bool]) -> None:
-    address = opened(store, stage.plan)
+    address = stage.opened(store)
     with pytest.raises(ConfigError):
         stage.writer.write(address, stage.plan, iter([("other", torch.zeros(1))]), progress_bytes=64)
     assert not is_held(address)
@@ -261,219 +251,9 @@ def test_a_writer_keeps_its_maps_and_lets_go_of_unlinked_ones(store: SnapshotSto
 
 def test_a_closed_writer_can_be_used_again(store: SnapshotStore, stage: Any) -> None:
     with SlotWriter() as writer:
-        address = opened(store, stage.plan)
+        address = stage.opened(store)
         writer.write(address, stage.plan, iter(stage.weights(0).items()), progress_bytes=64)
         store.discard(address["snapshot"])
         writer.close()
-        address = opened(store, stage.plan)
+        address = stage.opened(store)
         writer.write(address, stage.plan, iter(stage.weights(0).items()), progress_bytes=64)
-
-
-# -- overlap ---------------------------------------------------------------------------------------------------------------------
-
-
-class Gated:
-    """Weights that a writer takes one by one, each when it is let through."""
-
-    def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
-        self._weights = weights
-        self._gates = threading.Semaphore(0)
-
-    def let(self, num: int) -> None:
-        self._gates.release(num)
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for pair in self._weights.items():
-            assert self._gates.acquire(timeout=LIMIT_S), "nobody opened the gate"
-            yield pair
-
-
-def test_a_tensor_is_read_while_the_next_one_is_still_being_made(store: SnapshotStore, stage: Any, aside: Any) -> None:
-    weights = stage.weights(5)
-    source = Gated(weights)
-    address = opened(store, stage.plan, overlap=True)
-    writer = aside(lambda: stage.writer.write(address, stage.plan, source, progress_bytes=1))
-    delivery = stage.open(address)
-    tensors = iter(delivery)
-    for name, expected in weights.items():
-        source.let(1)  # a receiver that waited for more than this one tensor would wait in vain
-        got, tensor = next(tensors)
-        assert got == name
-        assert torch.equal(tensor, expected)
-    with pytest.raises(SlotError, match="not seen sealed"):
-        delivery.received()
-    packed = writer.result()
-    end = aside(lambda: next(tensors, "end"))
-    store.seal(address["snapshot"], packed.digest)
-    assert end.result() == "end"
-    assert delivery.received().digest == packed.digest
-    assert delivery.received().num_tensors == len(weights)
-    delivery.close()
-
-
-def test_nothing_is_yielded_that_the_watermark_does_not_cover(store: SnapshotStore, stage: Any) -> None:
-    address = opened(store, stage.plan, overlap=True)
-    delivery = stage.open(address, limit_s=0.05)
-    with pytest.raises(
-        TimeoutError, match=rf"waited 0\.1 s for tensor 'embed', which ends at byte 660 .* got to byte 0 of {stage.plan.num_bytes}"
-    ):
-        next(iter(delivery))
-    delivery.close()
-
-
-def test_a_sender_that_stops_half_way_is_named_with_how_far_it_got(store: SnapshotStore, stage: Any) -> None:
-    address = opened(store, stage.plan, overlap=True)
-
-    def stops() -> Iterator[tuple[str, torch.Tensor]]:
-        yield next(iter(stage.weights(0).items()))
-        raise RuntimeError("the trainer broke")
-
-    with pytest.raises(RuntimeError, match="the trainer broke"):
-        stage.writer.write(address, stage.plan, stops(), progress_bytes=1)
-    tensors = iter(stage.open(address, limit_s=0.05))
-    next(tensors)
-    with pytest.raises(TimeoutError, match=r"for tensor 'norm'.* got to byte 704 of"):
-        next(tensors)
-
-
-def test_a_seal_that_does_not_come_is_a_timeout(store: SnapshotStore, stage: Any) -> None:
-    address = opened(store, stage.plan, overlap=True)
-    stage.write(address, 0)
-    with pytest.raises(TimeoutError, match=f"for the seal of snapshot {address['snapshot']}"):
-        list(stage.open(address, limit_s=0.05))
-
-
-def test_a_discard_ends_a_waiting_receiver_at_once(store: SnapshotStore, stage: Any, aside: Any) -> None:
-    address = opened(store, stage.plan, overlap=True)
-    delivery = stage.open(address, limit_s=3600)
-    waiting = aside(lambda: list(delivery))
-    store.discard(address["snapshot"])
-    with pytest.raises(SlotError, match="was given up while it was being read"):
-        waiting.result()
-    delivery.close()
-
-
-def test_a_discard_also_stops_what_the_watermark_would_allow(store: SnapshotStore, stage: Any) -> None:
-    address = opened(store, stage.plan, overlap=True)
-    stage.write(address, 0)
-    delivery = stage.open(address, limit_s=3600)
-    tensors = iter(delivery)
-    next(tensors)
-    store.discard(address["snapshot"])
-    with pytest.raises(SlotError, match="was given up"):
-        next(tensors)
-    delivery.close()
-
-
-def test_a_closing_store_ends_a_waiting_receiver_at_once(directory: str, session: str, stage: Any, aside: Any) -> None:
-    store = SnapshotStore(session, directory, 2)
-    address = opened(store, stage.plan, overlap=True)
-    delivery = stage.open(address, limit_s=3600)
-    waiting = aside(lambda: list(delivery))
-    store.close()
-    with pytest.raises(SlotError, match=r"was given up|is gone"):
-        waiting.result()
-    delivery.close()
-
-
-def test_a_store_that_died_ends_a_waiting_receiver_at_once(store: SnapshotStore, stage: Any, aside: Any, directory: str) -> None:
-    address = opened(store, stage.plan, overlap=True)
-    delivery = stage.open(address, limit_s=3600)
-    waiting = aside(lambda: list(delivery))
-    os.unlink(f"{directory}/{address['name']}")  # what the janitor of a killed store does; nobody is left to write a state
-    with pytest.raises(SlotError, match=r"the store of snapshot .* is gone"):
-        waiting.result()
-    delivery.close()
-
-
-def test_a_receiver_that_comes_after_the_seal_does_not_wait(store: SnapshotStore, stage: Any, same: Callable[..., bool]) -> None:
-    snapshot, digest = stage.sealed(store, 2, overlap=True)
-    delivery = HostReceiver().open(stage.plan, {"slot": store.address(snapshot)})
-    assert delivery.received().digest == digest
-    assert same(dict(delivery), stage.weights(2))
-
-
-def test_a_closed_delivery_yields_nothing_more_and_keeps_no_file(store: SnapshotStore, stage: Any) -> None:
-    fds = sorted(os.listdir("/proc/self/fd"))
-    address = opened(store, stage.plan, overlap=True)
-    opened_fds = len(os.listdir("/proc/self/fd"))
-    delivery = stage.open(address)
-    delivery.close()
-    delivery.close()
-    with pytest.raises(SlotError, match="is closed"):
-        list(delivery)
-    assert len(os.listdir("/proc/self/fd")) == opened_fds
-    store.discard(address["snapshot"])
-    assert len(fds) + 2 == opened_fds, "the store's own file and header"
-
-
-def test_an_overlapping_snapshot_carries_the_state_from_writing_to_sealed(store: SnapshotStore, stage: Any) -> None:
-    address = opened(store, stage.plan, overlap=True)
-
-    def state() -> int:
-        return Path(f"{address['directory']}/{address['name']}").read_bytes()[12]
-
-    assert state() == FileState.WRITING
-    store.seal(address["snapshot"], stage.write(address, 0).digest)
-    assert state() == FileState.SEALED
-    store.discard(address["snapshot"])
-    assert state() == FileState.ABORTED
-
-
-# -- visibility ------------------------------------------------------------------------------------------------------------------
-
-
-def test_a_worker_that_sees_the_stores_memory_and_locks_proves_it(store: SnapshotStore) -> None:
-    fds = sorted(os.listdir("/proc/self/fd"))
-    HostReceiver().see(store.probe())
-    HostReceiver().see(store.probe())
-    assert sorted(os.listdir("/proc/self/fd")) == fds
-
-
-def test_a_worker_elsewhere_is_told_where_and_what_to_do(store: SnapshotStore, directory: str) -> None:
-    os.mkdir(f"{directory}/other", 0o700)
-    with pytest.raises(FileNotFoundError, match=rf"another node.*--ipc=host.*{directory}/other"):
-        HostReceiver().see({**store.probe(), "directory": f"{directory}/other"})
-    with pytest.raises(FileNotFoundError):
-        HostReceiver().see({**store.probe(), "directory": f"{directory}/nowhere"})
-
-
-def test_a_file_of_the_same_name_with_another_nonce_is_not_the_stores(store: SnapshotStore) -> None:
-    with pytest.raises(SlotError, match="is another store's: the nonce"):
-        HostReceiver().see({**store.probe(), "nonce": "0" * 32})
-
-
-def test_a_nonce_without_its_stores_lock_is_no_proof(store: SnapshotStore, directory: str) -> None:
-    probe = store.probe()
-    path = Path(f"{directory}/{probe['name']}")
-    content = path.read_bytes()
-    path.unlink()
-    path.write_bytes(content)
-    path.chmod(0o600)
-    with pytest.raises(OSError, match="but not the lock that its store holds"):
-        HostReceiver().see(probe)
-
-
-@pytest.mark.parametrize("mode", [0o644, 0o666])
-def test_a_probe_that_others_could_have_written_is_refused(store: SnapshotStore, directory: str, mode: int) -> None:
-    probe = store.probe()
-    os.chmod(f"{directory}/{probe['name']}", mode)
-    with pytest.raises(SlotError, match="mode"):
-        HostReceiver().see(probe)
-
-
-def test_another_users_probe_says_so(store: SnapshotStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    with pytest.raises(SlotError, match="another user's file"):
-        HostReceiver().see(store.probe())
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("name", "rws-abcd1234-7"), ("name", "../etc/passwd"), ("name", None), ("directory", "shm"), ("nonce", ""), ("nonce", 3)],
-)
-def test_a_malformed_probe_is_refused_before_anything_is_opened(store: SnapshotStore, field: str, value: Any) -> None:
-    with pytest.raises(SlotError, match=r"name|directory|snapshot|nonce"):
-        HostReceiver().see({**store.probe(), field: value})
-    with pytest.raises(SlotError, match="a probe has the fields"):
-        HostReceiver().see({key: each for key, each in store.probe().items() if key != field})
