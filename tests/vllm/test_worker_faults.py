@@ -9,15 +9,16 @@ from tests.vllm.support import Driver, Pairs, Stage
 Tokens = dict[int, list[list[int]]]
 
 
-@pytest.mark.parametrize("who", ["first", "last", "all"])
+WHO = [(1, "all"), (2, "first"), (2, "last"), (2, "all")]
+
+
+@pytest.mark.parametrize(("engine", "who"), WHO, indirect=["engine"], ids=[f"tp{tp}-{who}" for tp, who in WHO])
 @pytest.mark.parametrize("step", ["start", "load", "finish"])
 def test_a_failing_rank_is_named_and_a_good_round_follows(
     engine: Driver, stage: Stage, pairs_a: Pairs, pairs_b: Pairs, fresh_b: Tokens, step: str, who: str
 ) -> None:
     last = engine.world_size - 1
     ranks = {"first": [0], "last": [last], "all": list(range(engine.world_size))}[who]
-    if who != "all" and engine.world_size == 1:
-        pytest.skip("one worker is all there are")
     staged = stage(pairs_b)
     engine.preflight(staged.plan)
     engine.pause()

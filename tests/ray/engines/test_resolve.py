@@ -19,7 +19,7 @@ from ray_weightsync.errors import AttachError, ConfigError, EngineCallError
 from ray_weightsync.protocol.channel import FINISH, INIT, PAUSE, RESUME, SET_VERSION, START, UPDATE
 from ray_weightsync.worker.updates import package_version
 
-LIMIT_S = 30.0
+LIMIT_S = 60.0
 Make = Callable[..., Any]
 
 

@@ -13,7 +13,7 @@ import torch
 from ray_weightsync.engines.specs import TorchEngineSpec
 from ray_weightsync.errors import AttachError
 
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 
 
 def make_module() -> torch.nn.Module:

@@ -23,7 +23,7 @@ from ray_weightsync.transports.host.writer import SlotWriter
 from ray_weightsync.weights.plan import Plan
 from ray_weightsync.weights.sources import ModuleSource
 
-LIMIT_S = 30.0
+LIMIT_S = 60.0
 MiB = 1 << 20
 
 

@@ -172,7 +172,12 @@ def test_a_lease_that_ended_in_time_costs_nothing(store: SnapshotStore, stage: A
     assert (store.stats().retired, store.stats().allocated) == (0, 2)
 
 
-def test_a_slot_whose_writer_is_late_goes_to_nobody_else(store: SnapshotStore, stage: Any, aside: Any, same: Callable[..., bool]) -> None:
+@pytest.mark.parametrize("knows_the_slot", [False, True])
+def test_a_slot_whose_writer_is_late_goes_to_nobody_else(
+    store: SnapshotStore, stage: Any, aside: Any, same: Callable[..., bool], knows_the_slot: bool
+) -> None:
+    if knows_the_slot:  # and has it mapped from a round before
+        store.discard(stage.sealed(store, 0)[0])
     writing, gate = threading.Event(), threading.Event()
 
     def slow() -> Iterator[tuple[str, torch.Tensor]]:

@@ -211,6 +211,17 @@ def test_a_writer_refuses_a_slot_of_another_plan_or_state(store: SnapshotStore, 
         stage.write({**address, "name": "../x"}, 0)
 
 
+def test_a_writer_that_refuses_a_slot_it_knows_keeps_no_lease(
+    store: SnapshotStore, stage: Any, is_held: Callable[[Mapping[str, Any]], bool]
+) -> None:
+    store.discard(stage.sealed(store)[0])
+    address = stage.opened(store)
+    os.chmod(f"{address['directory']}/{address['name']}", 0o640)
+    with pytest.raises(SlotError, match="mode 0640"):
+        stage.write(address, 1)
+    assert not is_held(address)
+
+
 def test_a_source_that_disagrees_with_its_plan_is_not_sealed(store: SnapshotStore, stage: Any, is_held: Callable[..., bool]) -> None:
     address = stage.opened(store)
     with pytest.raises(ConfigError):
