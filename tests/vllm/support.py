@@ -104,14 +104,15 @@ class Holder:
         }
         self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**(args | overrides)))
 
-    async def generate(self, prompt: list[int], num_tokens: int) -> tuple[list[int], list[tuple[str, int, int]]]:
-        """Greedy tokens, and the ``(version, first, end)`` spans of the weights that made them."""
+    async def generate(self, prompt: list[int], num_tokens: int) -> tuple[list[int], list[tuple[str, int, int]] | None]:
+        """Greedy tokens, and the ``(version, first, end)`` spans of the weights that made them (None: vLLM 0.28 has none)."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(max_tokens=num_tokens, temperature=0, detokenize=False, ignore_eos=True)
         async for out in self.llm.generate({"prompt_token_ids": prompt}, sampling, request_id=uuid.uuid4().hex):
             last = out.outputs[0]
-        return list(last.token_ids), [(span.version, span.start, span.end) for span in last.weight_versions or ()]
+        spans = getattr(last, "weight_versions", None)
+        return list(last.token_ids), None if spans is None else [(span.version, span.start, span.end) for span in spans]
 
     async def call(self, verb: str, *args: Any, **kwargs: Any) -> Any:
         """One of the engine's own methods, with the payload objects that it expects."""

@@ -90,10 +90,12 @@ def test_a_request_in_flight_keeps_its_place_and_names_both_versions(
     engine.resume()
     tokens, spans = ray.get(flight, timeout=120)
     assert len(tokens) == 150
+    assert engine.tokens() == fresh_b[engine.world_size]
+    if spans is None:
+        pytest.skip("this vLLM does not say which weights made which token")
     assert [version for version, _, _ in spans] == ["v1", "v2"]
     assert (spans[0][1], spans[-1][2]) == (0, 150)
     assert spans[0][2] == spans[1][1]
-    assert engine.tokens() == fresh_b[engine.world_size]
 
 
 def test_a_loader_that_writes_into_what_it_is_given_changes_the_snapshot_for_nobody(
