@@ -8,6 +8,7 @@ Figures are ratios; the machine's own speed drops out of them.
 from __future__ import annotations
 
 import argparse
+import logging
 import statistics
 import sys
 import time
@@ -87,7 +88,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    ray.init("local", num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    ray.init("local", num_cpus=2, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
     rows = []
     for replicas in args.replicas:
         print(f"{args.megabytes} MB in {NUM_TENSORS} tensors to {replicas} engines")

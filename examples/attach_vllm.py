@@ -75,7 +75,7 @@ class Server:
         return list(completion.token_ids), [(span.version, span.start, span.end) for span in completion.weight_versions]
 
     async def version(self) -> str:
-        return await self.llm.get_weight_version()  # type: ignore[no-any-return]
+        return await self.llm.get_weight_version()
 
 
 class Stream:
@@ -115,7 +115,7 @@ def fresh_output(model: Path) -> list[int]:
     server = Server.options(runtime_env={"env_vars": ENGINE_ENV}).remote(str(model))
     tokens, _ = ray.get(server.generate.remote(16), timeout=300)
     ray.kill(server)
-    return tokens  # type: ignore[no-any-return]
+    return tokens
 
 
 def run(folder: Path) -> list[str]:

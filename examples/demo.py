@@ -5,6 +5,7 @@ Every engine's output on a fixed input must equal the trainer's, bit for bit; th
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 
@@ -42,19 +43,19 @@ class Trainer(rws.TrainerMixin):
     def step(self) -> float:
         loss = torch.nn.functional.mse_loss(self.model(self.inputs), self.targets)
         self.optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self.optimizer.step()
         return loss.item()
 
     @torch.no_grad()
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.model(inputs)  # type: ignore[no-any-return]
+        return self.model(inputs)
 
 
 def main() -> int:
     console = Console()
     began = time.monotonic()
-    ray.init("local", num_cpus=4, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    ray.init("local", num_cpus=4, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
     trainer = Trainer.remote()
     fixed_input = torch.randn(8, 256, generator=torch.Generator().manual_seed(1))
     reports, wrong = [], 0

@@ -33,7 +33,7 @@ class Trainer(rws.TrainerMixin):
 
     @torch.no_grad()
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.model(inputs)  # type: ignore[no-any-return]
+        return self.model(inputs)
 
 
 def main() -> int:

@@ -106,7 +106,9 @@ class FleetView:
         while True:
             limit_s = self._timeouts.health_interval_s
             try:
-                status = ray.get(self._coordinator.watch.remote(self._status.sequence, limit_s), timeout=limit_s + self._timeouts.status_s)
+                status: FleetStatus = ray.get(
+                    self._coordinator.watch.remote(self._status.sequence, limit_s), timeout=limit_s + self._timeouts.status_s
+                )
             except GetTimeoutError:
                 continue  # a busy node; the view stays as it is until the coordinator answers
             except RayError as error:
