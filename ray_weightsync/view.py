@@ -106,9 +106,8 @@ class FleetView:
         while True:
             limit_s = self._timeouts.health_interval_s
             try:
-                status: FleetStatus = ray.get(
-                    self._coordinator.watch.remote(self._status.sequence, limit_s), timeout=limit_s + self._timeouts.status_s
-                )
+                ref: Any = self._coordinator.watch.remote(self._status.sequence, limit_s)
+                status: Any = ray.get(ref, timeout=limit_s + self._timeouts.status_s)
             except GetTimeoutError:
                 continue  # a busy node; the view stays as it is until the coordinator answers
             except RayError as error:

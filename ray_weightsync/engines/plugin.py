@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ray_weightsync.worker.updates import MARKER, package_version, words_of
+from ray_weightsync.worker.payload import words_of
+from ray_weightsync.worker.updates import MARKER, package_version
 
 if TYPE_CHECKING:
     from ray_weightsync.worker.receiver import Receiver

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from ray_weightsync.worker.updates import Agreement, SoleRank
+from ray_weightsync.worker.seams import Agreement, SoleRank
 
 KEPT_CALLS = 8
 """Exchanges whose words stay in the store. A rank that far behind is lost anyway: nobody calls an engine anew before it answered."""

@@ -116,7 +116,7 @@ class VLLMModel:
             return [f"this engine's backend updates the main model only, not {plan.target!r}"]
         # vLLM sets its config around start, update and finish, but not around this call; some loaders read it.
         with set_current_vllm_config(self._vllm_config), disable_mtp_completeness_check():
-            verdict = check_on_twin(self._model, plan, restored=restored, world_size=self._world_size)
+            verdict = check_on_twin(self._model, plan, restored=restored, world_size=self._world_size, aliases=self._reload.aliases)
         self._unjudged = list(verdict.unjudged)
         return list(verdict.problems)
 

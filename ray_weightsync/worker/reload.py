@@ -18,7 +18,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from ray_weightsync.worker.twin import is_optional
+from ray_weightsync.worker.ledger import aliases_of, is_optional
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,9 @@ class LayerwiseReload:
     Args:
         model: The worker's model.
         model_config: vLLM's config of it.
+
+    Attributes:
+        aliases: Parameters that lie in the memory of others, with the names of those.
     """
 
     def __init__(self, model: torch.nn.Module, model_config: Any) -> None:
@@ -44,6 +47,11 @@ class LayerwiseReload:
         self._model_config = model_config
         # A model may keep tensors on meta for reasons of its own; only what a session adds is a leftover.
         self._on_meta = set(self._names_on_meta())
+        # On an accelerator a tied weight is one tensor, and loading it under one name loads it under both. On a CPU each of its
+        # layers keeps a repacked copy of its own, which only its own name reaches.
+        self.aliases = aliases_of(
+            (name, each) for name, each in model.named_parameters(remove_duplicate=False) if each.device.type not in ("cpu", "meta")
+        )
 
     def start(self) -> None:
         """Put the model's parameters on meta and collect from now on. Leftovers of an earlier session are flushed first."""
@@ -110,8 +118,8 @@ class LayerwiseReload:
             info = get_layerwise_info(layer)
             if not info.can_load() or info.load_numel > 0 or isinstance(layer, AttentionLayerBase):
                 continue  # complete already, being completed, or holding scales alone, which no checkpoint need have
-            parameters = info.restore_metadata[0]
-            if any(parameter.numel() and not is_optional(each) for each, parameter in parameters.items()):
+            parameters = {f"{name}.{each}" if name else each: parameter for each, parameter in info.restore_metadata[0].items()}
+            if any(parameter.numel() and not is_optional(each) and each not in self.aliases for each, parameter in parameters.items()):
                 stale.append(name or "the model")
         return stale
 

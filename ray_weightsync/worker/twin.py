@@ -16,30 +16,21 @@ Cost: 0.07 ms a tensor (3,147 tensors of a 128-expert model: 0.22 s), once per p
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import MethodType
+from types import MappingProxyType, MethodType
 from typing import Any, cast
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ray_weightsync.weights.plan import Plan, TensorSpec
-
-MAX_PROBLEMS = 3
+from ray_weightsync.worker.ledger import Ledger, first_of
 
 _ROUTING_TABLES = frozenset(
     {"_expert_map", "expert_mask", "expert_global_to_physical", "expert_physical_to_global", "expert_local_to_global"}
 )
 """Buffers that loaders read and never write: which experts live on this rank. The twin gets copies with values."""
-
-_EXACT_WIDENINGS = {
-    torch.float16: (torch.float32, torch.float64),
-    torch.bfloat16: (torch.float32, torch.float64),
-    torch.float32: (torch.float64,),
-}
-"""Casts that keep every value, so that parameters an engine keeps in float32 (router biases, ``A_log``) take what a bfloat16
-trainer has; vLLM's own loader accepts the same ones as exact."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +50,9 @@ Restored = Callable[[torch.nn.Module], tuple[dict[str, torch.Tensor], dict[str, 
 """Tells which parameters and buffers, as meta tensors with their loaders, a reload would give to a module."""
 
 
-def check_on_twin(model: torch.nn.Module, plan: Plan, *, restored: Restored, world_size: int) -> Verdict:
+def check_on_twin(
+    model: torch.nn.Module, plan: Plan, *, restored: Restored, world_size: int, aliases: Mapping[str, frozenset[str]] = MappingProxyType({})
+) -> Verdict:
     """Load ``plan`` into a meta twin of ``model`` and say what each parameter would get. ``model`` is not touched.
 
     Args:
@@ -67,10 +60,11 @@ def check_on_twin(model: torch.nn.Module, plan: Plan, *, restored: Restored, wor
         plan: Names, dtypes and shapes as the model's ``load_weights`` is to be given them.
         restored: What a reload would put into each module of ``model``.
         world_size: Workers of this engine.
+        aliases: Parameters that live in the memory of others, with the names of those: what the others are given, these have too.
     """
     try:
         twin = _build(model, restored)
-        ledger = _Ledger(twin, world_size)
+        ledger = Ledger(twin, world_size, aliases)
     except Exception as error:  # a model that cannot be cloned is a missing guarantee; the round itself still attests its bytes
         return Verdict(unjudged=[f"the model could not be cloned without memory, so nothing of the plan is checked: {_said(error)}"])
     wire = _Wire(plan)
@@ -82,12 +76,9 @@ def check_on_twin(model: torch.nn.Module, plan: Plan, *, restored: Restored, wor
         stopped = f"{_where(wire.current, ledger)}{_said(error)}"
         if _is_of_the_method(error):
             return Verdict(ledger.dtype_problems(), [f"the check could not go on {stopped}: what follows is not checked"])
-    problems = ledger.dtype_problems()
-    if stopped is not None:
-        problems.append(stopped)
-    else:
-        problems += ledger.coverage_problems(plan)
-    return Verdict(_first(problems), ledger.unjudged())
+    if stopped is not None:  # what is missing cannot be told: the rest of the plan was not loaded
+        return Verdict(first_of([stopped, *ledger.dtype_problems()]))
+    return Verdict(first_of([*ledger.dtype_problems(), *ledger.coverage_problems(plan)]), ledger.unjudged())
 
 
 class _Wire:
@@ -105,7 +96,7 @@ class _Wire:
         self.current = None
 
 
-def _where(spec: TensorSpec | None, ledger: _Ledger) -> str:
+def _where(spec: TensorSpec | None, ledger: Ledger) -> str:
     if spec is None:
         return ""
     shape = ledger.shapes.get(spec.name)
@@ -113,125 +104,10 @@ def _where(spec: TensorSpec | None, ledger: _Ledger) -> str:
     return f"at tensor {spec.name!r} ({spec.dtype}, shape {list(spec.shape)}{here}): "
 
 
-@dataclass
-class _Parameter:
-    """What one parameter of the twin has been given so far."""
-
-    name: str
-    tensor: torch.Tensor
-    shards: int
-    copied: int = 0
-    filled: int = 0
-    sources: dict[tuple[int, tuple[int, ...], tuple[int, ...]], str | None] = field(default_factory=dict)
-    twice: tuple[str | None, str | None] | None = None
-
-
-class _Ledger:
-    """Who wrote how much into which parameter; kept by the parameter's storage, which its slices and views share."""
-
-    def __init__(self, twin: torch.nn.Module, world_size: int) -> None:
-        self._of: dict[int, _Parameter] = {}
-        self._used: dict[str, tuple[int, _Parameter]] = {}
-        self._casts: dict[tuple[torch.dtype, torch.dtype], dict[str, str]] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self._broadcast: dict[str, str] = {}
-        for prefix, module in twin.named_modules():
-            # How many ranks may share one tensor of the wire; a module that does not say shares it with all of them at most.
-            shards = getattr(module, "tp_size", None)
-            shards = shards if isinstance(shards, int) and shards > 0 else world_size
-            for leaf, tensor in module.named_parameters(recurse=False):
-                name = f"{prefix}.{leaf}" if prefix else leaf
-                self.shapes[name] = tuple(tensor.shape)
-                self._of.setdefault(_storage(tensor), _Parameter(name, tensor, shards))
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor, wire: str | None) -> None:
-        parameter = self._of.get(_storage(target))
-        if parameter is None:
-            return
-        if source.dtype != target.dtype and target.dtype not in _EXACT_WIDENINGS.get(source.dtype, ()):
-            sent = f" (tensor {wire!r})" if wire not in (None, parameter.name) else ""
-            self._casts.setdefault((target.dtype, source.dtype), {}).setdefault(parameter.name, sent)
-        if source.numel() != target.numel():
-            self._broadcast.setdefault(
-                parameter.name, f"{parameter.name}: shape {list(source.shape)} does not fill the place of shape {list(target.shape)}"
-            )
-        if wire is not None:
-            self._used[wire] = (self._used[wire][0] + target.numel() if wire in self._used else target.numel(), parameter)
-        place = (int(target.storage_offset()), tuple(target.shape), tuple(target.stride()))
-        if place not in parameter.sources:
-            parameter.sources[place] = wire
-            parameter.copied += target.numel()
-        elif parameter.sources[place] != wire:  # the same tensor twice is a loader's business: some transform in place
-            parameter.twice = parameter.twice or (parameter.sources[place], wire)
-
-    def fill(self, target: torch.Tensor) -> None:
-        parameter = self._of.get(_storage(target))
-        if parameter is not None:
-            parameter.filled += target.numel()
-
-    def dtype_problems(self) -> list[str]:
-        problems = []
-        for (kept, given), names in self._casts.items():
-            first, sent = next(iter(names.items()))
-            others = f" ({len(names) - 1} other parameters likewise)" if len(names) > 1 else ""
-            what = f"{first} is {_short(kept)} in this engine and would be given {_short(given)}{sent}{others}"
-            problems.append(f"{what}: cast on the sender with cast(...)")
-        return problems
-
-    def coverage_problems(self, plan: Plan) -> list[str]:
-        problems = list(self._broadcast.values())
-        # Loaders of fused and sharded layers cut out what they need, so a tensor that is too large passes them unnoticed.
-        for spec in plan.tensors:
-            used, parameter = self._used.get(spec.name, (0, None))
-            # Ranks get equal shards, but for the last ones of a padded vocabulary, which fill up with zeros; unused tensors are
-            # those of other pipeline stages or experts.
-            if parameter is not None and not parameter.filled and used * parameter.shards < spec.numel:
-                problems.append(
-                    f"{spec.name!r} of shape {list(spec.shape)} is larger than its place in {parameter.name}: "
-                    f"{used} of {spec.numel} elements would be used here"
-                )
-        for parameter in self._of.values():
-            whole = parameter.tensor.numel()
-            # Some quantised weights are created with padding that no checkpoint has; vLLM notes the rest (0.31 and later).
-            wanted = int(getattr(parameter.tensor, "weight_loader_numel", whole))
-            if parameter.twice is not None:
-                first, second = parameter.twice
-                problems.append(f"{parameter.name} would be given the same place twice, by {first!r} and {second!r}")
-            elif parameter.copied > whole:
-                problems.append(f"{parameter.name} has {whole} elements and would be given {parameter.copied}")
-            elif parameter.copied + parameter.filled < wanted and not (parameter.copied == 0 and is_optional(parameter.name)):
-                problems.append(_missing(parameter, wanted))
-        return problems
-
-    def unjudged(self) -> list[str]:
-        found = []
-        for parameter in self._of.values():
-            wanted = int(getattr(parameter.tensor, "weight_loader_numel", parameter.tensor.numel()))
-            if parameter.copied < wanted < parameter.copied + parameter.filled:
-                found.append(f"{parameter.name}: its loader overwrites zeros of its own, so a missing part cannot be told from padding")
-            elif parameter.copied == 0 and wanted and is_optional(parameter.name):
-                found.append(f"{parameter.name} is not in the plan; the engine keeps the value it has")
-        return _first(found)
-
-
-def is_optional(parameter: str) -> bool:
-    """Whether a checkpoint may lack this parameter: scales of activations and of the KV cache have defaults."""
-    leaf = parameter.rpartition(".")[2]
-    return leaf.startswith(("input_", "q_", "k_", "v_", "prob_")) and leaf.endswith(("scale", "zero_point"))
-
-
-def _missing(parameter: _Parameter, wanted: int) -> str:
-    if parameter.copied == 0:
-        return f"{parameter.name} would be given nothing: it is missing from the plan (a tied weight is sent under each of its names)"
-    got = [each for each in dict.fromkeys(parameter.sources.values()) if each is not None]
-    sources = f", from {', '.join(map(repr, got[:3]))}{' and others' if len(got) > 3 else ''}" if got else ""
-    return f"{parameter.name} would be given {parameter.copied} of {wanted} elements{sources}: the rest is missing from the plan"
-
-
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operation of the loaders; writes go into the ledger, and none may reach real memory."""
 
-    def __init__(self, ledger: _Ledger, wire: _Wire) -> None:
+    def __init__(self, ledger: Ledger, wire: _Wire) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._ledger = ledger
         self._wire = wire
@@ -352,19 +228,6 @@ def _rebound(value: Callable[..., Any], twin: torch.nn.Module, source: torch.nn.
     return value
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)  # a meta storage has no address; this is its identity
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _said(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}" if text else f"{type(error).__name__}, without a word of its own"
-
-
-def _first(problems: list[str]) -> list[str]:
-    more = len(problems) - MAX_PROBLEMS
-    return [*problems[:MAX_PROBLEMS], f"and {more} more"] if more > 0 else problems

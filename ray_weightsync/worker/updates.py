@@ -20,18 +20,19 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
-
-import torch
+from typing import Any
 
 from ray_weightsync.weights.plan import Plan
+from ray_weightsync.worker import payload
+from ray_weightsync.worker.identity import node_ip
+from ray_weightsync.worker.identity import package_version as package_version
 from ray_weightsync.worker.receiver import Received, Receiver
+from ray_weightsync.worker.seams import Agreement, ModelLoader
+from ray_weightsync.worker.seams import SoleRank as SoleRank
 
 logger = logging.getLogger(__name__)
 
@@ -41,71 +42,8 @@ MARKER = "rws: "
 MAX_PLANS = 4
 """Plans a worker keeps: enough for a main and a draft model and one change of each; 37,000 tensors are some 10 MB of Python."""
 
-MAX_WORDS = 2000
-"""Characters of one rank's words; a loader's error may quote a whole list of names."""
-
-AGREE_LIMIT_S = 60.0
-"""Seconds that ranks wait for each other where a call names no limit of its own."""
-
 RESIDENT = ("weights", "kv_cache")
 """What an engine has in memory unless it sleeps."""
-
-
-class ModelLoader(Protocol):
-    """The way into one worker's model. Every method may raise; `WorkerUpdates` records it."""
-
-    def check(self, plan: Plan) -> list[str]:
-        """What speaks against loading ``plan``, one sentence each; empty if nothing does. The live model is not touched."""
-        ...
-
-    def unjudged(self) -> list[str]:
-        """What the latest `check` could not judge: guarantees not given, each with the reason."""
-        ...
-
-    def start(self) -> None:
-        """Make the model ready to take a whole plan's weights, flushing leftovers of an earlier session first."""
-        ...
-
-    def load(self, pairs: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Hand every pair to the model. A tensor may be kept until `finish`, or for good."""
-        ...
-
-    def finish(self) -> None:
-        """Complete what was loaded, or flush what was not. Afterwards, raised or not, the next `start` works.
-
-        Raises:
-            Exception: if the model does not hold what was loaded.
-        """
-        ...
-
-
-class Agreement(Protocol):
-    """How the ranks of one engine exchange words."""
-
-    rank: int
-    world_size: int
-
-    def gather(self, words: str | None, limit_s: float) -> list[str | None]:
-        """Every rank's words in rank order (None: nothing to complain about), after at most ``limit_s`` seconds.
-
-        A rank that did not answer in time gets words that say so. Every rank must call this equally often.
-        """
-        ...
-
-
-class SoleRank:
-    """The agreement of an engine with one worker: there is nobody to ask."""
-
-    rank = 0
-    world_size = 1
-
-    def gather(self, words: str | None, limit_s: float) -> list[str | None]:
-        """The words of the only rank."""
-        return [words]
-
-
-class Malformed(ValueError):
-    """A payload that lacks a field or has one of the wrong type. Recorded or agreed upon like any failure; it never escapes."""
 
 
 @dataclass
@@ -161,22 +99,22 @@ class WorkerUpdates:
             ValueError: on the last rank, when any rank has something to complain about: `MARKER`, then each such rank's
                 words after ``"rank N: "``, joined by ``"; "``.
         """
-        limit_s = AGREE_LIMIT_S
+        limit_s = payload.AGREE_LIMIT_S
         words: str | None = None
         accepted: tuple[Plan, list[str]] | None = None
         try:
-            limit_s = _limit_s(info)
-            op = _text(info, "op")
+            limit_s = payload.limit_s(info)
+            op = payload.text(info, "op")
             if op == "see":
-                self._receiver(info).see(_mapping(info, "probe"))
+                self._receiver(info).see(payload.mapping(info, "probe"))
             elif op == "plan":
                 accepted = self._checked(info)
             elif op == "outcome":
                 words = self._verdict(info)
             else:
-                raise Malformed(f"unknown op {op!r}; this worker knows 'see', 'plan' and 'outcome'")
+                raise payload.Malformed(f"unknown op {op!r}; this worker knows 'see', 'plan' and 'outcome'")
         except Exception as error:  # told through the agreement below; raising on one rank alone puts the engine out of step
-            words = words_of(error)
+            words = payload.words_of(error)
         told = self._agree(words, limit_s)
         if accepted is not None and not told:
             # Kept only when no rank refused: a worker that lists a plan which another rank cannot load would let the next
@@ -194,7 +132,7 @@ class WorkerUpdates:
             # Even a broken agreement must not raise on a rank that is not the last. The last one finds this rank silent.
             logger.warning("rank %d cannot reach the other ranks", rank, exc_info=True)
             everyone = [None] * world_size
-            everyone[rank] = "; ".join(filter(None, (words, f"cannot agree with the other ranks: {words_of(error)}")))
+            everyone[rank] = "; ".join(filter(None, (words, f"cannot agree with the other ranks: {payload.words_of(error)}")))
         return [f"rank {each}: {said}" for each, said in enumerate(everyone) if said is not None]
 
     def _checked(self, info: Mapping[str, Any]) -> tuple[Plan, list[str]]:
@@ -203,7 +141,7 @@ class WorkerUpdates:
         Raises:
             ValueError: with the problems, if this worker's model cannot load it.
         """
-        plan = Plan.from_wire(dict(_mapping(info, "plan")))
+        plan = Plan.from_wire(dict(payload.mapping(info, "plan")))
         if self._open:
             raise ValueError("a plan cannot be checked while an update is open; call finish_weight_update first")
         if plan.digest in self._plans:
@@ -250,9 +188,9 @@ class WorkerUpdates:
         self._record(session, "update_weights", lambda: self._load(session, info))
 
     def _load(self, session: _Session, info: Mapping[str, Any]) -> None:
-        session.round, session.epoch, session.plan = _text(info, "round"), _count(info, "epoch"), _text(info, "plan")
+        session.round, session.epoch, session.plan = payload.text(info, "round"), payload.count(info, "epoch"), payload.text(info, "plan")
         receiver = self._receiver(info)
-        _limit_s(info)
+        payload.limit_s(info)
         if session.epoch < self._epoch:
             raise ValueError(f"epoch {session.epoch} of this update is older than {self._epoch}, which this worker has seen")
         self._epoch = session.epoch
@@ -282,19 +220,19 @@ class WorkerUpdates:
         except Exception as error:
             # The traceback belongs into the engine's log: the words that travel are for whoever sent the weights.
             logger.warning("rank %d: %s failed; the outcome of this round will say so", self._agreement.rank, verb, exc_info=True)
-            session.failures.append(f"{verb}: {words_of(error)}")
+            session.failures.append(f"{verb}: {payload.words_of(error)}")
 
     # -- what holds --------------------------------------------------------------------------------------------------------
 
     def _verdict(self, info: Mapping[str, Any]) -> str | None:
         """What stands between the latest session here and the round asked for; None if it is that round, complete."""
-        asked, epoch, expected = _text(info, "round"), _count(info, "epoch"), _mapping(info, "expected")
+        asked, epoch, expected = payload.text(info, "round"), payload.count(info, "epoch"), payload.mapping(info, "expected")
         wanted: dict[str, str | int] = {
-            "plan": _text(expected, "plan"),
-            "snapshot": _text(expected, "snapshot"),
-            "digest": _text(expected, "digest"),
-            "num_bytes": _count(expected, "num_bytes"),
-            "num_tensors": _count(expected, "num_tensors"),
+            "plan": payload.text(expected, "plan"),
+            "snapshot": payload.text(expected, "snapshot"),
+            "digest": payload.text(expected, "digest"),
+            "num_bytes": payload.count(expected, "num_bytes"),
+            "num_tensors": payload.count(expected, "num_tensors"),
         }
         session = self._session
         if session is None:
@@ -336,7 +274,7 @@ class WorkerUpdates:
             resident = [str(each) for each in self._resident()]
         except Exception as error:
             logger.warning("rank %d cannot tell what is resident", self._agreement.rank, exc_info=True)
-            resident, failure = [], f"{failure + '; ' if failure else ''}what is resident is not known: {words_of(error)}"
+            resident, failure = [], f"{failure + '; ' if failure else ''}what is resident is not known: {payload.words_of(error)}"
         return {
             "nonce": nonce,
             "rank": self._agreement.rank,
@@ -373,76 +311,8 @@ class WorkerUpdates:
                 logger.warning("rank %d: the %s receiver could not be closed", self._agreement.rank, name, exc_info=True)
 
     def _receiver(self, info: Mapping[str, Any]) -> Receiver:
-        transport = _text(info, "transport")
+        transport = payload.text(info, "transport")
         if transport not in self._receivers:
             known = ", ".join(sorted(self._receivers)) or "none"
             raise ValueError(f"transport {transport!r} is not known here; this worker receives from: {known}")
         return self._receivers[transport]
-
-
-# -- reading payloads: they come from another process, and a worker that crashes on one takes its engine with it -----------
-
-
-def _field(info: object, key: str) -> Any:
-    if not isinstance(info, Mapping):
-        raise Malformed(f"a payload must be a dict, not {type(info).__name__}")
-    if key not in info:
-        raise Malformed(f"the payload lacks {key!r}")
-    return info[key]
-
-
-def _text(info: object, key: str) -> str:
-    value = _field(info, key)
-    if not isinstance(value, str) or not value:
-        raise Malformed(f"{key!r} must be a non-empty str, not {_short(value)}")
-    return value
-
-
-def _count(info: object, key: str) -> int:
-    value = _field(info, key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise Malformed(f"{key!r} must be an int of at least 0, not {_short(value)}")
-    return value
-
-
-def _mapping(info: object, key: str) -> Mapping[str, Any]:
-    value = _field(info, key)
-    if not isinstance(value, Mapping):
-        raise Malformed(f"{key!r} must be a dict, not {_short(value)}")
-    return value
-
-
-def _limit_s(info: object) -> float:
-    if isinstance(info, Mapping) and "limit_s" not in info:
-        return AGREE_LIMIT_S
-    value = _field(info, "limit_s")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise Malformed(f"'limit_s' must be a positive number of seconds, not {_short(value)}")
-    return float(value)
-
-
-def _short(value: object) -> str:
-    return repr(value)[:80] if isinstance(value, str | int | float) or value is None else type(value).__name__
-
-
-def words_of(error: BaseException) -> str:
-    """An exception in at most `MAX_WORDS` characters: its text, after its type where the text alone would not explain itself."""
-    text = " ".join(str(error).split())
-    plain = type(error) in (ValueError, Malformed, TimeoutError) and text
-    said = text if plain else f"{type(error).__name__}: {text}" if text else type(error).__name__
-    return said if len(said) <= MAX_WORDS else said[: MAX_WORDS - 3] + "..."
-
-
-def package_version() -> str:
-    """The version of this package in this process, installed or found on a path."""
-    from ray_weightsync import __version__  # here, as the package's own module imports much of the package
-
-    return __version__
-
-
-def node_ip() -> str:
-    """The address under which this machine reaches others. Nothing is sent: connecting a datagram socket only picks a route."""
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # TEST-NET-1 of RFC 5737: routed like any other address, owned by nobody
-        return str(probe.getsockname()[0])
-    return "127.0.0.1"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +15,10 @@ class FaultyExtension(WorkerExtension):
     """`WorkerExtension`, and faults: the product has no hooks for them, so they are patched into one worker's instances."""
 
     def rws_test_fail(self, ranks: list[int], steps: list[str]) -> None:
-        """From now on these ranks fail in these steps: ``start``, ``load`` (half way), ``finish`` (inside vLLM's own finalize)."""
+        """From now on these ranks fail in these steps: ``start``, ``load`` (half way), ``finish`` (inside vLLM's own finalize).
+
+        ``skip`` is a loader that leaves one layer out without a word, as vLLM's do with names they do not care for.
+        """
         self.rws_test_heal()
         if self.rank not in ranks:
             return
@@ -22,6 +26,7 @@ class FaultyExtension(WorkerExtension):
         patches = {
             "start": (loader._reload, "start", _raising("made to fail in start")),
             "load": (loader._model, "load_weights", _half_then_raising(loader._model.load_weights)),
+            "skip": (loader._model, "load_weights", _skipping(loader._model.load_weights)),
             # A vocabulary of 2047 is padded, so the embedding is never complete on its own: finalize processes it.
             "finish": (_embedding(loader._model).quant_method, "process_weights_after_loading", _raising("made to fail in finish")),
         }
@@ -57,6 +62,12 @@ class FaultyExtension(WorkerExtension):
         self._rws_test_patched = [(model, "load_weights", overwriting)]
         model.load_weights = overwriting
 
+    def rws_test_leave_open(self) -> None:
+        """What somebody leaves behind who starts a reload in the worker and does not come back."""
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        initialize_layerwise_reload(self.weight_transfer_engine.updates._model._model)
+
     def rws_test_raise(self, rank: int) -> int:
         """Somebody else's RPC that fails on one rank."""
         if self.rank == rank:
@@ -70,6 +81,12 @@ class FaultyExtension(WorkerExtension):
         model = self.weight_transfer_engine.updates._model._model
         left = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
         return left + [name for name, layer in model.named_modules() if get_layerwise_info(layer).can_load()]
+
+    def rws_test_maps(self) -> list[str]:
+        """The maps of snapshots in this process; each is a lease on one."""
+        gc.collect()
+        with open("/proc/self/maps") as maps:
+            return [line.split()[-1] for line in maps if "/rws-" in line]
 
     def rws_test_identities(self) -> list[int]:
         """Where the live parameters lie; a check that touched them would have replaced them."""
@@ -95,6 +112,10 @@ def _half_then_raising(load: Callable[[Any], Any]) -> Callable[[Any], None]:
         load(half())
 
     return fail
+
+
+def _skipping(load: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda pairs: load((name, tensor) for name, tensor in pairs if name != "model.layers.2.mlp.down_proj.weight")
 
 
 def _embedding(model: torch.nn.Module) -> Any:

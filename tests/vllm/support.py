@@ -122,6 +122,9 @@ class Holder:
             args = (SimpleNamespace(update_info=args[0]),)
         return await getattr(self.llm, verb)(*args, **kwargs)
 
+    def supports(self, verb: str) -> bool:
+        return hasattr(self.llm, verb)
+
     def stop(self) -> None:
         """End the engine's processes; killing the actor would leave them to find out by themselves."""
         self.llm.shutdown()
@@ -207,6 +210,10 @@ class Driver:
             Exception: what the engine answered.
         """
         return ray.get(self.handle.call.remote(verb, *args, **kwargs), timeout=CALL_LIMIT_S)
+
+    def supports(self, verb: str) -> bool:
+        """Whether this vLLM has the call."""
+        return bool(ray.get(self.handle.supports.remote(verb), timeout=CALL_LIMIT_S))
 
     def rpc(self, method: str, *args: Any) -> list[Any]:
         """Every worker's answer."""

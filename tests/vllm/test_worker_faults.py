@@ -37,6 +37,54 @@ def test_a_failing_rank_is_named_and_a_good_round_follows(
     assert engine.tokens() == fresh_b[engine.world_size]
 
 
+def test_a_layer_that_the_loader_leaves_out_is_found_at_finish(
+    engine: Driver, stage: Stage, pairs_a: Pairs, pairs_b: Pairs, fresh_b: Tokens
+) -> None:
+    """vLLM keeps the layer's old weights, and a line in the log is all that it says."""
+    engine.bring(stage(pairs_a))
+    staged = stage(pairs_b)
+    engine.preflight(staged.plan)
+    engine.pause()
+    engine.fail([0], "skip")
+    engine.transfer(staged)
+    complaint = engine.complaint(staged)
+    assert complaint == "rws: rank 0: finish_weight_update: RuntimeError: model.layers.2.mlp.down_proj got no weights at all"
+    engine.rpc("rws_test_heal")
+    engine.transfer(staged)
+    engine.outcome(staged)
+    engine.resume()
+    assert engine.tokens() == fresh_b[engine.world_size]
+
+
+def test_a_reload_that_somebody_left_open_in_the_workers_is_flushed_first(
+    engine: Driver, stage: Stage, pairs_b: Pairs, fresh_b: Tokens
+) -> None:
+    engine.pause()
+    engine.rpc("rws_test_leave_open")
+    assert engine.leftovers()
+    staged = stage(pairs_b)
+    engine.preflight(staged.plan)
+    engine.transfer(staged)
+    engine.outcome(staged)
+    engine.resume()
+    assert engine.tokens() == fresh_b[engine.world_size]
+
+
+@pytest.mark.parametrize("step", ["load", "finish"])
+def test_no_worker_holds_a_snapshot_after_its_round(engine: Driver, stage: Stage, pairs_b: Pairs, step: str) -> None:
+    staged = stage(pairs_b)
+    engine.preflight(staged.plan)
+    engine.pause()
+    engine.fail(range(engine.world_size), step)
+    engine.transfer(staged)
+    assert engine.rpc("rws_test_maps") == [[]] * engine.world_size
+    engine.rpc("rws_test_heal")
+    engine.transfer(staged)
+    engine.outcome(staged)
+    engine.resume()
+    assert engine.rpc("rws_test_maps") == [[]] * engine.world_size
+
+
 def test_different_ranks_may_fail_in_different_steps(engine_tp2: Driver, fresh_a: Tokens, stage: Stage, pairs_a: Pairs) -> None:
     staged = stage(pairs_a)
     engine_tp2.preflight(staged.plan)

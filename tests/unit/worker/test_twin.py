@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from ray_weightsync.weights.plan import ParamMeta, Plan
-from ray_weightsync.worker.twin import MAX_PROBLEMS, Verdict, check_on_twin, is_optional
+from ray_weightsync.worker.ledger import MAX_PROBLEMS, aliases_of, is_optional
+from ray_weightsync.worker.twin import Verdict, check_on_twin
 
 BF16 = torch.bfloat16
 
@@ -102,9 +103,14 @@ def as_restored(module: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, t
     return {name: meta(tensor) for name, tensor in module._parameters.items() if tensor is not None and name != "bias"}, {}
 
 
-def check(model: nn.Module, pairs: dict[str, tuple[torch.dtype, tuple[int, ...]]], world_size: int = 1) -> Verdict:
+def check(
+    model: nn.Module,
+    pairs: dict[str, tuple[torch.dtype, tuple[int, ...]]],
+    world_size: int = 1,
+    aliases: dict[str, frozenset[str]] | None = None,
+) -> Verdict:
     plan = Plan.from_metadata([ParamMeta(name, dtype, shape) for name, (dtype, shape) in pairs.items()])
-    return check_on_twin(model, plan, restored=as_restored, world_size=world_size)
+    return check_on_twin(model, plan, restored=as_restored, world_size=world_size, aliases=aliases or {})
 
 
 def refusal(model: nn.Module, pairs: dict[str, tuple[torch.dtype, tuple[int, ...]]], world_size: int = 1) -> str:
@@ -193,6 +199,30 @@ class TestCoverage:
     )
     def test_which_scales_have_a_default(self, name: str, optional: bool) -> None:
         assert is_optional(name) is optional
+
+    def test_a_tensor_that_the_models_own_loader_skips_is_not_called_missing_from_the_plan(self) -> None:
+        class Skipping(Model):
+            def load_weights(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
+                super().load_weights((name, tensor) for name, tensor in pairs if name != "norm.weight")
+
+        assert refusal(Skipping(), PAIRS) == (
+            "norm.weight would be given nothing and stay as it is: the model's own loader skips the plan's tensor of that name"
+        )
+
+    def test_a_weight_in_the_memory_of_another_has_what_the_other_is_given(self) -> None:
+        model = Model(head=holding(weight=parameter(8, 8)))
+        assert refusal(model, PAIRS).startswith("head.weight would be given nothing")
+        model.head.weight = model.embed.weight
+        aliases = aliases_of(model.named_parameters(remove_duplicate=False))
+        assert aliases == {"embed.weight": frozenset({"head.weight"}), "head.weight": frozenset({"embed.weight"})}
+        assert check(model, PAIRS, aliases=aliases) == Verdict()
+        without = {name: pair for name, pair in PAIRS.items() if name != "embed.weight"}
+        assert len(check(model, without, aliases=aliases).problems) == 2
+
+    def test_views_of_one_memory_that_are_not_the_same_are_no_aliases(self) -> None:
+        whole = torch.zeros(8, 8)
+        named = [("whole", whole), ("rows", whole[:4]), ("again", whole.view(8, 8)), ("empty", whole[:0]), ("none", whole[8:])]
+        assert set(aliases_of(named)) == {"whole", "again"}
 
     def test_many_problems_are_cut_with_their_number(self) -> None:
         model = Model(**{f"extra{index}": holding(weight=parameter(2)) for index in range(20)})
