@@ -25,7 +25,7 @@ from ray_weightsync.engines.resolve import inspect
 from ray_weightsync.errors import CallFailure
 from ray_weightsync.fleet.replica import Replica
 from ray_weightsync.fleet.states import ReplicaEvent
-from ray_weightsync.fleet.steps import StepFailed, Timeline, step
+from ray_weightsync.fleet.steps import StepFailed, Timeline, chain, step
 from ray_weightsync.protocol.channel import FINISH, INIT, PAUSE, RESET_PREFIX_CACHE, RESUME, SET_VERSION, START, UPDATE
 from ray_weightsync.protocol.fanout import fan_out
 from ray_weightsync.report import ReplicaReport
@@ -200,12 +200,24 @@ class Bring:
         return bool(member.replica.engine.facts.kind == "sync")
 
     async def _apply_in_one_call(self, member: _Member) -> None:
-        outcome = await self._outcome()
-        verbs: list[tuple[str, tuple[Any, ...]]] = [(START, ()), (UPDATE, (self.spec.update,)), (FINISH, ()), (INIT, (outcome,))]
-        if member.replica.engine.channel.supports(SET_VERSION):
-            member.marked = True
-            verbs.insert(0, (SET_VERSION, (self.spec.tombstone,)))
-        await self._step(member, "update", "call_chain", [(verb, args, {}) for verb, args in verbs], limit_s=self._apply_limit_s)
+        """All of it in one turn of the actor, label and cache included: the next turn is a request's already.
+
+        So this replica does not wait for the others to attest; under ``after_start="quarantine"`` they could not change its end.
+        """
+        channel, spec = member.replica.engine.channel, self.spec
+        calls: list[tuple[str, tuple[str, tuple[Any, ...], dict[str, Any]]]] = [
+            ("start", (START, (), {})),
+            ("update", (UPDATE, (spec.update,), {})),
+            ("finish", (FINISH, (), {})),
+            ("outcome", (INIT, (await self._outcome(),), {})),
+        ]
+        if channel.supports(SET_VERSION):
+            calls = [("mark", (SET_VERSION, (spec.tombstone,), {})), *calls, ("commit", (SET_VERSION, (spec.label,), {}))]
+        if self._drops_caches(member):
+            calls.append(("cache", (RESET_PREFIX_CACHE, (), self._reset_options(member))))
+        answers = await chain(member.replica, "update", calls, limit_s=self._apply_limit_s, timeline=self.timeline)
+        if "cache" in answers:
+            self._require_dropped(answers["cache"])
 
     async def _fence(self, member: _Member) -> None:
         """Keep a torn replica from serving: paused, tombstone, out of the serving set; its frozen requests go back to their callers."""
@@ -232,12 +244,14 @@ class Bring:
     async def _commit(self, member: _Member) -> None:
         replica, timeouts = member.replica, self.spec.timeouts
         channel = replica.engine.channel
-        if self.spec.cache == "recompute":
-            member.recomputed = await self._requests_in_flight(member)
-        if channel.supports(SET_VERSION):
-            await self._step(member, "commit", SET_VERSION, self.spec.label, limit_s=timeouts.commit_s)
-        if self.spec.cache == "recompute" and channel.supports(RESET_PREFIX_CACHE):
-            await self._drop_caches(member)
+        if not self._in_one_call(member):
+            if self.spec.cache == "recompute":
+                member.recomputed = await self._requests_in_flight(member)
+            if channel.supports(SET_VERSION):
+                await self._step(member, "commit", SET_VERSION, self.spec.label, limit_s=timeouts.commit_s)
+            if self._drops_caches(member):
+                options = self._reset_options(member)
+                self._require_dropped(await self._step(member, "cache", RESET_PREFIX_CACHE, limit_s=timeouts.commit_s, **options))
         replica.happen(ReplicaEvent.COMMIT)
         replica.version, replica.attested = self.spec.label, True
         if member.resume_is_ours and channel.supports(RESUME):
@@ -246,18 +260,20 @@ class Bring:
         replica.fenced_by_us = False
 
     async def _requests_in_flight(self, member: _Member) -> int | None:
-        if member.replica.engine.facts.kind in ("sync", "torch"):
-            return 0  # a synchronous LLM has none between two calls, a TorchEngine has no KV cache
+        if member.replica.engine.facts.kind == "torch":
+            return 0  # it has no KV cache
         return (await inspect(member.replica.engine, nonce=self.spec.round_id, limit_s=self.spec.timeouts.commit_s)).unfinished_requests
 
-    async def _drop_caches(self, member: _Member) -> None:
-        facts, limit_s = member.replica.engine.facts, self.spec.timeouts.commit_s
-        answer = await self._step(
-            member, "cache", RESET_PREFIX_CACHE, reset_running_requests=True, reset_connector=bool(facts.kv_connector), limit_s=limit_s
-        )
+    def _drops_caches(self, member: _Member) -> bool:
+        return self.spec.cache == "recompute" and member.replica.engine.channel.supports(RESET_PREFIX_CACHE)
+
+    def _reset_options(self, member: _Member) -> dict[str, Any]:
+        return {"reset_running_requests": True, "reset_connector": bool(member.replica.engine.facts.kv_connector)}
+
+    def _require_dropped(self, answer: object) -> None:
         if answer is not True:
             message = f"{RESET_PREFIX_CACHE} answered {answer!r}: KV computed with the old weights might be used again"
-            raise StepFailed("cache", CallFailure(message=message, kind="raised", elapsed_s=0.0), limit_s)
+            raise StepFailed("cache", CallFailure(message=message, kind="raised", elapsed_s=0.0), self.spec.timeouts.commit_s)
 
     # --- plumbing -----------------------------------------------------------------------------------------------------------
 

@@ -43,8 +43,7 @@ class RayStores:
 
         async with self._starting:
             if node_id not in self._actors:
-                self._actors[node_id] = await asyncio.to_thread(
-                    start_store,
+                self._actors[node_id] = await start_store(
                     node_id,
                     session=f"{self._session}{node_id[:6]}",  # nodes of a simulated cluster share one directory
                     directory=self._transport.directory,

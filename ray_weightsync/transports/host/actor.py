@@ -5,6 +5,7 @@ When the coordinator dies, Ray kills the actor without a word, and the store's j
 
 from __future__ import annotations
 
+import asyncio
 import os
 from typing import Any
 
@@ -62,8 +63,8 @@ class SnapshotStoreActor:
         return self._store
 
 
-def start_store(node_id: str, *, session: str, directory: str, num_slots: int, limit_s: float) -> Any:
-    """Start a store on a node, blocking until it is ready. The caller owns the actor and closes it.
+async def start_store(node_id: str, *, session: str, directory: str, num_slots: int, limit_s: float) -> Any:
+    """Start a store on a node and wait until it is ready. The caller owns the actor and closes it.
 
     Args:
         node_id: Ray's hex id of the node whose shared memory is meant.
@@ -78,7 +79,7 @@ def start_store(node_id: str, *, session: str, directory: str, num_slots: int, l
     Raises:
         TimeoutError: if it is not ready in time.
         OSError, SlotError: what the store itself raised.
-        ray.exceptions.RayError: if the node is not there or the actor died. In each case the actor is gone.
+        ray.exceptions.RayActorError: if the node is not there or the actor died. In each case the actor is gone.
     """
     # A store that restarted would be an empty one behind a handle that promises snapshots; 0 CPUs, since it must never wait for a slot
     # that engines hold.
@@ -94,10 +95,10 @@ def start_store(node_id: str, *, session: str, directory: str, num_slots: int, l
         .remote()
     )
     try:
-        ray.get(handle.start.remote(session, directory, num_slots), timeout=limit_s)
+        await asyncio.wait_for(handle.start.remote(session, directory, num_slots), limit_s)
     except BaseException as error:
         ray.kill(handle)
-        if isinstance(error, ray.exceptions.GetTimeoutError):
+        if isinstance(error, TimeoutError):
             raise TimeoutError(
                 f"the snapshot store on node {node_id} was not ready after {limit_s:.1f} s;"
                 " can Ray start a worker process there (memory, runtime_env)?"

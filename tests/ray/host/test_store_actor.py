@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import select
 import shutil
@@ -14,7 +15,7 @@ import pytest
 import ray
 import torch
 
-from ray_weightsync.transports.host.actor import start_store
+from ray_weightsync.transports.host.actor import start_store as start_store_async
 from ray_weightsync.transports.host.layout import NoRoomError, SlotError
 from ray_weightsync.transports.host.receiver import HostReceiver
 from ray_weightsync.transports.host.slots import StoreStats
@@ -22,6 +23,12 @@ from ray_weightsync.transports.host.writer import SlotWriter
 from ray_weightsync.weights.plan import ParamMeta, Plan
 
 LIMIT_S = 60.0
+
+
+def start_store(node_id: str, **options: Any) -> Any:
+    return asyncio.run(start_store_async(node_id, **options))
+
+
 WEIGHTS = {"w": torch.arange(1000, dtype=torch.float32), "b": torch.ones(3, dtype=torch.bfloat16)}
 PLAN = Plan.from_metadata(ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in WEIGHTS.items())
 
