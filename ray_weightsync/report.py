@@ -44,7 +44,7 @@ class SyncReport:
         round_id: The round's id, also part of its tombstone.
         epoch: Number of the membership the round used.
         plan_digest: Digest of names, dtypes, shapes and order.
-        weights_digest: Digest of the bytes; equals ``weights_digest(source)``.
+        weights_digest: Digest of the bytes; equals ``weights_digest(source)``. Empty if the sender gave up while engines read on.
         transport: The transport used, and in ``transport_reason`` why it was picked.
         num_bytes: Bytes of weights, without padding.
         num_tensors: Number of tensors.

@@ -286,12 +286,15 @@ class Bring:
             return
         calls = {member.replica.id: partial(act, member) for member in members}
         warn_every_s = self.spec.timeouts.warn_every_s
-        outcomes = await fan_out(
-            calls, what=f"round {self.spec.round_id}, {what}", limit_s=2 * limit_s + warn_every_s, warn_every_s=warn_every_s
-        )
+        limit_s = 2 * limit_s + warn_every_s
+        outcomes = await fan_out(calls, what=f"round {self.spec.round_id}, {what}", limit_s=limit_s, warn_every_s=warn_every_s)
         for member in members:
-            error = outcomes.errors.get(member.replica.id)
-            if isinstance(error, StepFailed):
+            name = member.replica.id
+            error = outcomes.errors.get(name)
+            if name in outcomes.late:  # it may go on whenever what it waits for has come: not to be used before
+                member.replica.left_unanswered(outcomes.late[name])
+                member.failed = StepFailed(what, outcomes.failures[name], limit_s)
+            elif isinstance(error, StepFailed):
                 member.failed = error
             elif error is not None:
                 raise error  # a bug of ours: the coordinator fences every member

@@ -281,7 +281,7 @@ class Coordinator:
         if not repeat and any(replica.failed_phase is None for replica in replicas):
             self._roster.commit(snapshot.label)
             await self._staging.keep(snapshot)
-        report = await self._report(snapshot, spec, replicas, repeated=repeat and not members)
+        report = self._report(snapshot, spec, replicas, repeated=repeat and not members)
         if (error := verdict(report, self._settings.on_failure, self._roster.log_hints())) is not None:
             raise error
         return report
@@ -324,8 +324,8 @@ class Coordinator:
             policy=settings.on_failure,
         )
 
-    async def _report(self, snapshot: Snapshot, spec: RoundSpec, replicas: list[ReplicaReport], *, repeated: bool) -> SyncReport:
-        sealed = await snapshot.seal_of()
+    def _report(self, snapshot: Snapshot, spec: RoundSpec, replicas: list[ReplicaReport], *, repeated: bool) -> SyncReport:
+        sealed = snapshot.written()
         recomputed = [replica.requests_recomputed for replica in replicas]
         guarantees, missing = _guarantees(self._roster.replicas.values(), snapshot.plan, self._settings)
         return SyncReport(
@@ -347,7 +347,7 @@ class Coordinator:
             requests_recomputed=None if None in recomputed else sum(count for count in recomputed if count is not None),
             guarantees=guarantees,
             missing=missing,
-            notes=(*snapshot.notes, *await self._staging.notes(snapshot.node_id)),
+            notes=(*snapshot.notes, *self._staging.notes()),
             repeated=repeated,
         )
 
@@ -393,5 +393,5 @@ def _guarantees(replicas: Iterable[Replica], plan: Plan, settings: Settings) -> 
         unjudged = {each for worker in replica.engine.facts.workers for each in worker.unjudged.get(plan.digest, ())}
         missing.extend(f"{replica.id}: {each}" for each in sorted(unjudged))
         if replica.engine.facts.kind == "sync":
-            missing.append(f"{replica.id}: a synchronous LLM has no pause; requests between two calls of a round carry its tombstone")
+            missing.append(f"{replica.id}: a synchronous LLM has no pause; it commits in its own turn, before all others have attested")
     return tuple(given), tuple(missing)

@@ -15,10 +15,9 @@ class Stores(Protocol):
         self, node_id: str, *, snapshot: str, plan_digest: str, num_bytes: int, overlap: bool, limit_s: float
     ) -> dict[str, Any]: ...
     async def seal(self, node_id: str, *, snapshot: str, digest: str, limit_s: float) -> None: ...
-    async def mark_committed(self, node_id: str, *, snapshot: str, limit_s: float) -> None: ...
+    async def mark_committed(self, node_id: str, *, snapshot: str, limit_s: float) -> int: ...
     async def discard(self, node_id: str, *, snapshot: str, limit_s: float) -> None: ...
     async def probe(self, node_id: str, *, limit_s: float) -> dict[str, Any]: ...
-    async def retired(self, node_id: str, *, limit_s: float) -> int: ...
     async def close(self, *, limit_s: float) -> None: ...
 
 
@@ -62,8 +61,10 @@ class RayStores:
     async def seal(self, node_id: str, *, snapshot: str, digest: str, limit_s: float) -> None:
         await asyncio.wait_for((await self._store(node_id)).seal.remote(snapshot, digest), limit_s)
 
-    async def mark_committed(self, node_id: str, *, snapshot: str, limit_s: float) -> None:
-        await asyncio.wait_for((await self._store(node_id)).mark_committed.remote(snapshot), limit_s)
+    async def mark_committed(self, node_id: str, *, snapshot: str, limit_s: float) -> int:
+        """Returns how many slots the node's store had to give up so far because somebody still held them."""
+        stats = await asyncio.wait_for((await self._store(node_id)).mark_committed.remote(snapshot), limit_s)
+        return int(stats.retired)
 
     async def discard(self, node_id: str, *, snapshot: str, limit_s: float) -> None:
         await asyncio.wait_for((await self._store(node_id)).discard.remote(snapshot), limit_s)
@@ -71,11 +72,6 @@ class RayStores:
     async def probe(self, node_id: str, *, limit_s: float) -> dict[str, Any]:
         probe: dict[str, Any] = await asyncio.wait_for((await self._store(node_id)).probe.remote(), limit_s)
         return probe
-
-    async def retired(self, node_id: str, *, limit_s: float) -> int:
-        """How many slots the node's store had to give up because somebody still held them."""
-        stats = await asyncio.wait_for((await self._store(node_id)).stats.remote(), limit_s)
-        return int(stats.retired)
 
     async def close(self, *, limit_s: float) -> None:
         """Unlink everything and end the store actors."""

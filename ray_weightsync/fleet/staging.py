@@ -47,6 +47,19 @@ class Snapshot:
         """What the sender wrote, as soon as it has."""
         return await asyncio.shield(self.sealed)
 
+    def written(self) -> Sealed:
+        """What the sender wrote; where it did not get to the end, what the plan announced, without a digest."""
+        if self.sealed.done() and self.sealed.exception() is None:
+            return self.sealed.result()
+        blocked_s = time.monotonic() - self.opened_at
+        return Sealed(digest="", num_bytes=self.plan.weight_bytes, num_tensors=len(self.plan.tensors), stage_s=blocked_s)
+
+    def written(self) -> Sealed:
+        """What the sender wrote; without a digest if it gave up."""
+        if self.sealed.done() and self.sealed.exception() is None:
+            return self.sealed.result()
+        return Sealed(digest="", num_bytes=self.plan.weight_bytes, num_tensors=len(self.plan.tensors), stage_s=0.0)
+
     async def members(self) -> list[Replica]:
         """The members that the preflight found."""
         assert self.preflight is not None
@@ -79,6 +92,7 @@ class Staging:
         self._transport = transport
         self._timeouts = timeouts
         self._open: dict[str, Snapshot] = {}
+        self._retired = 0
 
     def get(self, snapshot_id: str) -> Snapshot | None:
         """The snapshot, unless it was committed or freed."""
@@ -171,7 +185,7 @@ class Staging:
         """It is the committed one from now on: never a target of staging, the source of every later repair."""
         self._open.pop(snapshot.id, None)
         self.committed = snapshot
-        await self._stores.mark_committed(snapshot.node_id, snapshot=snapshot.id, limit_s=self._timeouts.commit_s)
+        self._retired = await self._stores.mark_committed(snapshot.node_id, snapshot=snapshot.id, limit_s=self._timeouts.commit_s)
 
     async def free(self, snapshot: Snapshot) -> None:
         """Free a snapshot that was not committed. Idempotent."""
@@ -188,10 +202,9 @@ class Staging:
         """The nonce by which a worker proves that it sees the memory of ``node_id``."""
         return await self._stores.probe(node_id, limit_s=self._timeouts.preflight_s)
 
-    async def notes(self, node_id: str) -> list[str]:
+    def notes(self) -> list[str]:
         """Remarks on the slots, for the report."""
-        retired = await self._stores.retired(node_id, limit_s=self._timeouts.status_s)
-        return [f"{retired} slots retired so far: somebody still held them when they were to be reused"] if retired else []
+        return [f"{self._retired} slots retired so far: somebody still held them when they were to be reused"] if self._retired else []
 
     async def close(self) -> None:
         """Free everything."""

@@ -52,9 +52,7 @@ async def step(replica: Replica, phase: str, verb: str, *args: Any, limit_s: flo
     return await _bounded(replica, phase, verb, replica.engine.channel.call(verb, *args, **kwargs), limit_s=limit_s, timeline=timeline)
 
 
-async def chain(
-    replica: Replica, phase: str, steps: Sequence[tuple[str, Any]], *, limit_s: float, timeline: Timeline
-) -> dict[str, Any]:
+async def chain(replica: Replica, phase: str, steps: Sequence[tuple[str, Any]], *, limit_s: float, timeline: Timeline) -> dict[str, Any]:
     """Call several verbs in one turn of the engine's actor, until one raises (see `ActorChannel.call_chain`).
 
     Args:

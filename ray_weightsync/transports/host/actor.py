@@ -38,8 +38,11 @@ class SnapshotStoreActor:
     def seal(self, snapshot: str, digest: str) -> None:
         self._started().seal(snapshot, digest)
 
-    def mark_committed(self, snapshot: str) -> None:
-        self._started().mark_committed(snapshot)
+    def mark_committed(self, snapshot: str) -> StoreStats:
+        """Returns the stats as well: a call saved in every round."""
+        store = self._started()
+        store.mark_committed(snapshot)
+        return store.stats()
 
     def discard(self, snapshot: str) -> bool:
         return self._started().discard(snapshot)

@@ -172,17 +172,15 @@ class FakeStores:
             raise ValueError("the watermark has not reached the end")
         self.open[snapshot] = "sealed"
 
-    async def mark_committed(self, node_id: str, *, snapshot: str, limit_s: float) -> None:
+    async def mark_committed(self, node_id: str, *, snapshot: str, limit_s: float) -> int:
         self.committed = snapshot
+        return 0
 
     async def discard(self, node_id: str, *, snapshot: str, limit_s: float) -> None:
         del self.open[snapshot]
 
     async def probe(self, node_id: str, *, limit_s: float) -> dict[str, Any]:
         return {"nonce": "n"}
-
-    async def retired(self, node_id: str, *, limit_s: float) -> int:
-        return 0
 
     async def close(self, *, limit_s: float) -> None:
         self.closed = True

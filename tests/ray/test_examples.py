@@ -1,0 +1,70 @@
+"""The examples end with status 0, each in a process and on a cluster of its own, as a user runs them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+LIMIT_S = 240
+
+
+def run(*command: str, env: dict[str, str] | None = None) -> str:
+    done = subprocess.run(command, cwd=REPOSITORY, env={**os.environ, **(env or {})}, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_demo_proves_its_result() -> None:
+    told = run(sys.executable, "examples/demo.py")
+    assert "All 15 outputs equal the trainer's, bit for bit" in told
+    assert [f"round {number}:" in told for number in range(1, 6)] == [True] * 5
+
+
+@pytest.fixture
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """A Ray cluster with a dashboard, which jobs are submitted to; yields the environment that finds it."""
+    with socket.socket() as one, socket.socket() as two:
+        one.bind(("127.0.0.1", 0))
+        two.bind(("127.0.0.1", 0))
+        port, dashboard = one.getsockname()[1], two.getsockname()[1]
+    env = {"RAY_AUTH_MODE": "disabled", "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{dashboard}"}
+    address = ["--node-ip-address=127.0.0.1", f"--port={port}", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"]
+    head = subprocess.Popen(
+        [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--num-cpus=4", "--disable-usage-stats", *address],
+        env={**os.environ, **env, "RAY_TMPDIR": "/tmp"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert head.stdout is not None
+        for line in head.stdout:  # ends with the process, if it cannot start
+            if "--block" in line or "Ray runtime started" in line:
+                break
+        assert head.poll() is None, "the cluster did not start"
+        yield env
+    finally:
+        os.killpg(head.pid, signal.SIGTERM)
+        try:
+            head.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            os.killpg(head.pid, signal.SIGKILL)
+            head.wait(timeout=60)
+
+
+def test_the_job_ends_with_the_jobs_status(cluster: dict[str, str]) -> None:
+    told = run(
+        *(sys.executable, "-m", "ray.scripts.scripts", "job", "submit", "--working-dir", ".", "--", sys.executable, "examples/job.py"),
+        env=cluster,
+    )
+    assert "every output equals the trainer's" in told
+    assert "succeeded" in told

@@ -1,0 +1,181 @@
+"""A synchronous LLM has no pause: mark, update, commit and cache are one call of its actor, and each failure keeps its phase."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from ray_weightsync.config import Host, Timeouts
+from ray_weightsync.errors import FleetTorn, ReplicasLost, RoundAborted
+from ray_weightsync.protocol.channel import IS_PAUSED, PAUSE, RESUME
+from ray_weightsync.protocol.ray_channel import ChainOutcome
+from tests.unit.fleet.fakes import QUICK, FakeEngine, FakeFleet, sealed
+from tests.unit.fleet.test_rounds import run
+
+TURN = ["mark", "start", "update", "finish", "outcome", "commit", "cache"]
+
+
+class SyncEngine(FakeEngine):
+    """An ``LLM`` in an actor: one call at a time, requests too, and nothing of its own to keep a request away.
+
+    Attributes:
+        turns: The calls of each turn of its actor.
+    """
+
+    def __init__(self, label: str) -> None:
+        super().__init__(label)
+        self.turns: list[list[str]] = []
+        self._turn = asyncio.Lock()
+
+    def supports(self, verb: str) -> bool:
+        return verb not in (PAUSE, RESUME, IS_PAUSED)
+
+    async def call(self, verb: str, *args: Any, **kwargs: Any) -> Any:
+        assert self.supports(verb), verb
+        outcome = await self.call_chain([(verb, args, kwargs)])
+        if outcome.error is not None:
+            raise outcome.error
+        return outcome.answers[0]
+
+    async def call_chain(self, steps: list[Any]) -> ChainOutcome:
+        answers: list[Any] = []
+        async with self._turn:
+            self.turns.append([])
+            for index, (verb, args, kwargs) in enumerate(steps):
+                self.turns[-1].append(self._name(verb, args))
+                try:
+                    answers.append(await super().call(verb, *args, **kwargs))
+                except Exception as error:
+                    if self.dead:
+                        raise
+                    return ChainOutcome(answers=tuple(answers), failed_step=index, error=error)
+        return ChainOutcome(answers=tuple(answers))
+
+    def _told(self, nonce: str) -> dict[str, Any]:
+        told = super()._told(nonce)
+        del told["paused"], told["unfinished_requests"]
+        return told | {"kind": "sync"}
+
+
+async def mixed(**settings: Any) -> tuple[FakeFleet, SyncEngine]:
+    """A fleet of an asynchronous engine and a synchronous one."""
+    fleet = FakeFleet(2, **settings)
+    sync = SyncEngine("r1")
+    fleet.engines[1] = sync
+    await fleet.attach()
+    sync.turns.clear()
+    return fleet, sync
+
+
+def test_from_mark_to_cache_it_is_one_turn_of_the_actor() -> None:
+    async def story() -> None:
+        fleet, sync = await mixed()
+        report = await fleet.send(1)
+        assert report.committed == ("r0", "r1")
+        assert sync.turns == [["inspect"], ["see"], ["plan"], TURN]
+        assert (sync.version, sync.weights) == ("1", fleet.stores.committed)
+        assert report.replicas[1].pause_s == 0
+        assert report.replicas[1].phases_s["update"] > 0
+        assert any("r1" in each and "no pause" in each for each in report.missing)
+
+    run(story)
+
+
+@pytest.mark.parametrize("cache", ["keep", "salt"])
+def test_its_cache_is_touched_only_by_the_policy_that_says_so(cache: str) -> None:
+    async def story() -> None:
+        fleet, sync = await mixed(cache=cache)
+        await fleet.send(1)
+        assert sync.turns[-1] == TURN[:-1]
+
+    run(story)
+
+
+@pytest.mark.parametrize("phase", TURN)
+def test_the_step_of_the_turn_that_failed_is_the_phase_named_and_later_ones_are_not_run(phase: str) -> None:
+    async def story() -> None:
+        fleet, sync = await mixed()
+        sync.faults[phase] = "raise"
+        with pytest.raises(ReplicasLost, match=f"made to fail in {phase}") as caught:
+            await fleet.send(1)
+        assert (caught.value.replicas, caught.value.phase) == (("r1",), phase)
+        assert sync.turns[3] == TURN[: TURN.index(phase) + 1]
+        assert sync.version.startswith("!rws:")
+        assert fleet.engines[0].version == "1"
+        assert fleet.coordinator.status().serving == ("r0",)
+        assert (await fleet.send(2)).committed == ("r0", "r1")
+        assert (sync.version, sync.weights) == ("2", fleet.stores.committed)
+
+    run(story)
+
+
+@pytest.mark.parametrize(("fault", "phase"), [("die", "update"), ("hang", "update")])
+def test_a_turn_that_does_not_come_back_is_the_updates_failure(fault: str, phase: str) -> None:
+    async def story() -> None:
+        fleet, sync = await mixed()
+        sync.faults["finish"] = fault
+        with pytest.raises(ReplicasLost) as caught:
+            await fleet.send(1)
+        assert (caught.value.replicas, caught.value.phase) == (("r1",), phase)
+        sync.release.set()
+
+    run(story)
+
+
+@pytest.mark.parametrize("answer", [False, None])
+def test_a_cache_reset_that_answers_anything_but_true_fences_it(answer: Any) -> None:
+    async def story() -> None:
+        fleet, sync = await mixed()
+        sync.cache_answer = answer
+        with pytest.raises(ReplicasLost) as caught:
+            await fleet.send(1)
+        assert caught.value.phase == "cache"
+        assert sync.version.startswith("!rws:")
+
+    run(story)
+
+
+def test_an_abort_before_start_has_not_touched_it() -> None:
+    async def story() -> None:
+        fleet, sync = await mixed()
+        fleet.engines[0].faults["mark"] = "raise"
+        with pytest.raises(RoundAborted):
+            await fleet.send(1)
+        assert sync.turns == [["inspect"], ["see"], ["plan"]]
+        assert sync.version == "v0"
+
+    run(story)
+
+
+def test_with_overlap_its_turn_begins_when_the_snapshot_is_sealed() -> None:
+    async def story() -> None:
+        fleet, sync = await mixed(transport=Host(overlap=True), timeouts=Timeouts())
+        ticket = await fleet.open(1)
+        committing = asyncio.create_task(fleet.coordinator.commit(ticket.snapshot, holds_turn=True))
+        while fleet.engines[0].calls[-1:] != ["finish"]:
+            await asyncio.sleep(0)
+        assert TURN not in sync.turns
+        await fleet.coordinator.seal(ticket.snapshot, sealed("d"), keep_turn=True)
+        assert (await committing).committed == ("r0", "r1")
+
+    run(story)
+
+
+def test_a_seal_that_does_not_come_is_never_taken_for_an_attested_update() -> None:
+    """Nothing bounds the wait for the sender but the round itself: whoever still waits then is fenced, not committed."""
+
+    async def story() -> None:
+        timeouts = {each: getattr(QUICK, each) for each in QUICK.__dataclass_fields__} | {"gather_s": 300.0, "stage_s": 300.0}
+        timeouts["warn_every_s"] = 0.05
+        fleet, sync = await mixed(transport=Host(overlap=True), timeouts=Timeouts(**timeouts))
+        ticket = await fleet.open(1)
+        with pytest.raises(FleetTorn):
+            await fleet.coordinator.commit(ticket.snapshot, holds_turn=True)
+        status = fleet.coordinator.status()
+        assert (status.version, status.ordinal, status.serving) == ("v0", 0, ())
+        assert fleet.engines[0].version.startswith("!rws:")
+        assert sync.version == "v0", "its turn had not begun"
+
+    run(story)
