@@ -54,12 +54,6 @@ class Snapshot:
         blocked_s = time.monotonic() - self.opened_at
         return Sealed(digest="", num_bytes=self.plan.weight_bytes, num_tensors=len(self.plan.tensors), stage_s=blocked_s)
 
-    def written(self) -> Sealed:
-        """What the sender wrote; without a digest if it gave up."""
-        if self.sealed.done() and self.sealed.exception() is None:
-            return self.sealed.result()
-        return Sealed(digest="", num_bytes=self.plan.weight_bytes, num_tensors=len(self.plan.tensors), stage_s=0.0)
-
     async def members(self) -> list[Replica]:
         """The members that the preflight found."""
         assert self.preflight is not None

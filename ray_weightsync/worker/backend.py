@@ -6,8 +6,7 @@ receivers there are is said by `ray_weightsync.engines.plugin`, which also regis
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,10 +18,11 @@ from vllm.model_executor.model_loader.mtp_validation import disable_mtp_complete
 
 from ray_weightsync.weights.plan import Plan
 from ray_weightsync.worker.agreement import over_world_group
+from ray_weightsync.worker.identity import resident
 from ray_weightsync.worker.receiver import Receiver
 from ray_weightsync.worker.reload import LayerwiseReload, restored
 from ray_weightsync.worker.twin import check_on_twin
-from ray_weightsync.worker.updates import RESIDENT, WorkerUpdates
+from ray_weightsync.worker.updates import WorkerUpdates
 
 
 @dataclass
@@ -145,18 +145,3 @@ class VLLMModel:
             self._reload.finish()
         else:
             self._reload.flush()
-
-
-def resident() -> Sequence[str]:
-    """Which of ``"weights"`` and ``"kv_cache"`` are in memory, as vLLM's sleep mode has left them.
-
-    From outside, a sleeping engine and a paused one look alike; the allocator of sleep mode knows. It exists only where it
-    was used, so it is looked for among the modules already imported (it cannot be imported without CUDA).
-    """
-    asleep: set[str] = set()
-    for module, name in (("vllm.device_allocator.cumem", "CuMemAllocator"), ("vllm.device_allocator.xpumem", "XpuMemAllocator")):
-        allocator = getattr(getattr(sys.modules.get(module), name, None), "instance", None)
-        for data in getattr(allocator, "pointer_to_data", {}).values():
-            if data.is_asleep:
-                asleep.add(data.tag)
-    return tuple(each for each in RESIDENT if each not in asleep)

@@ -1,9 +1,14 @@
-"""What a worker is: the version of this package it runs, and the machine it runs on."""
+"""What a worker is: the version of this package it runs, the machine it runs on, what of its engine is in memory."""
 
 from __future__ import annotations
 
 import socket
+import sys
+from collections.abc import Sequence
 from contextlib import suppress
+
+RESIDENT = ("weights", "kv_cache")
+"""What an engine has in memory unless it sleeps."""
 
 
 def package_version() -> str:
@@ -19,3 +24,18 @@ def node_ip() -> str:
         probe.connect(("192.0.2.1", 9))  # TEST-NET-1 of RFC 5737: routed like any other address, owned by nobody
         return str(probe.getsockname()[0])
     return "127.0.0.1"
+
+
+def resident() -> Sequence[str]:
+    """Which of ``"weights"`` and ``"kv_cache"`` are in memory, as vLLM's sleep mode has left them.
+
+    From outside, a sleeping engine and a paused one look alike; the allocator of sleep mode knows. It exists only where it
+    was used, so it is looked for among the modules already imported (it cannot be imported without CUDA).
+    """
+    asleep: set[str] = set()
+    for module, name in (("vllm.device_allocator.cumem", "CuMemAllocator"), ("vllm.device_allocator.xpumem", "XpuMemAllocator")):
+        allocator = getattr(getattr(sys.modules.get(module), name, None), "instance", None)
+        for data in getattr(allocator, "pointer_to_data", {}).values():
+            if data.is_asleep:
+                asleep.add(data.tag)
+    return tuple(each for each in RESIDENT if each not in asleep)

@@ -28,6 +28,7 @@ from typing import Any
 
 from ray_weightsync.weights.plan import Plan
 from ray_weightsync.worker import payload
+from ray_weightsync.worker.identity import RESIDENT as RESIDENT
 from ray_weightsync.worker.identity import node_ip
 from ray_weightsync.worker.identity import package_version as package_version
 from ray_weightsync.worker.receiver import Received, Receiver
@@ -41,9 +42,6 @@ MARKER = "rws: "
 
 MAX_PLANS = 4
 """Plans a worker keeps: enough for a main and a draft model and one change of each; 37,000 tensors are some 10 MB of Python."""
-
-RESIDENT = ("weights", "kv_cache")
-"""What an engine has in memory unless it sleeps."""
 
 
 @dataclass

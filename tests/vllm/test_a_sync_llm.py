@@ -78,13 +78,14 @@ class Queue:
         self.answers: list[tuple[int, Answer]] = []
         """By prompt, in the order of its answers."""
         self._engine = engine
-        self._stop = threading.Event()
+        self._began, self._stop = threading.Event(), threading.Event()
         self._failed: list[BaseException] = []
         self._threads = [threading.Thread(target=self._ask, args=(number,)) for number in range(len(PROMPTS))]
 
     def __enter__(self) -> Queue:
         for thread in self._threads:
             thread.start()
+        assert self._began.wait(CALL_LIMIT_S)
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -98,6 +99,7 @@ class Queue:
             while not self._stop.is_set():
                 answer = ray.get(self._engine.generate.remote(PROMPTS[number], NUM_TOKENS), timeout=CALL_LIMIT_S)
                 self.answers.append((number, answer))
+                self._began.set()
         except BaseException as error:  # told by the test's own thread, whatever it is
             self._failed.append(error)
 
@@ -122,7 +124,7 @@ def test_requests_queued_around_the_update_are_answered_by_whole_weights_under_t
         assert tokens_of(own_engine) == right["b"]
     made_by = [versions for _, (_, versions, _) in queue.answers]
     assert ["a"] in made_by
-    assert ["b"] in made_by, "each thread asks once more behind the update"
+    assert ["b"] in made_by, "a request that waits while the update runs is queued behind it"
     assert all(versions in (["a"], ["b"]) for versions in made_by), "no request saw the inside of the update"
     for number, (tokens, (version,), _) in queue.answers:
         assert tokens == right[version][number]
