@@ -81,7 +81,12 @@ class SnapshotSender:
         if pending is None:
             pending = self._coordinator.commit.remote(ticket.snapshot, sealed, True)
         else:
-            ask(self._coordinator, "seal", ticket.snapshot, sealed, True, limit_s=self._round_s(plan.num_bytes))
+            try:
+                ask(self._coordinator, "seal", ticket.snapshot, sealed, True, limit_s=self._round_s(plan.num_bytes))
+            except WeightSyncError:
+                # The engines may be at it already: the commit's error says what holds now, the seal's does not.
+                answer(pending, "commit", limit_s=self._round_s(plan.num_bytes))
+                raise
         report: SyncReport = answer(pending, "commit", limit_s=self._round_s(plan.num_bytes))
         return self._told(report, sealed.stage_s)
 

@@ -166,13 +166,14 @@ def test_a_request_in_flight_is_frozen_and_goes_on_with_the_new_weights(
     server: Server, sync: rws.WeightSync, pairs_a: Pairs, pairs_b: Pairs
 ) -> None:
     sync.send_weights(pairs_a, version="a")
-    prompt, num_tokens = PROMPTS[0], 200
+    prompt, num_tokens = PROMPTS[0], 250
     by_a = server.tokens(prompt, num_tokens)
+    staged = sync.stage_weights(pairs_b, version="b")
     with server.complete(prompt, num_tokens, stream=True) as response:
         lines = response.iter_lines()
         tokens = _token_ids(next(lines))
         assert tokens, "it has begun"
-        sync.send_weights(pairs_b, version="b")
+        sync.commit_weights(staged)
         for line in lines:
             tokens += _token_ids(line)
     by_b = server.tokens(prompt, num_tokens)
@@ -201,7 +202,7 @@ def test_the_same_server_under_two_urls_is_refused(server: Server) -> None:
 
 def test_a_workers_own_words_arrive_through_the_wire_client(server: Server) -> None:
     client = rws.HTTPVLLMWeightSyncClient(server.url)
-    with pytest.raises(rws.EngineCallError, match="rws: rank 0: .*unknown op 'dance'"):
+    with pytest.raises(rws.EngineCallError, match=r"rws: rank 0: .*unknown op 'dance'"):
         client.init_weight_transfer_engine({"op": "dance"})
     assert client.get_world_size() == [1]
 
