@@ -95,7 +95,8 @@ class Timeouts:
     def round_s(self, num_bytes: int) -> float:
         """The longest that the rest of a round may take when every phase uses up its deadline, in seconds."""
         moving = self.for_bytes("update", num_bytes) + self.for_bytes("finish", num_bytes)
-        return 5 * self.preflight_s + self.pause_s + self.start_s + moving + self.attest_s + 4 * self.commit_s + 2 * self.resume_s
+        looking = 2 * (6 * self.preflight_s + self.finish_s)  # beside the packing, and before the pause
+        return looking + self.pause_s + self.start_s + moving + self.attest_s + 8 * self.commit_s + 6 * self.resume_s
 
 
 @dataclass(frozen=True, kw_only=True)

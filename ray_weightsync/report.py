@@ -49,6 +49,7 @@ class SyncReport:
         num_bytes: Bytes of weights, without padding.
         num_tensors: Number of tensors.
         phases_s: Wall seconds per phase over all replicas (phases of different replicas may overlap); "stage" is the sender's.
+        apply_s: Wall seconds from the first ``start_weight_update`` to the last attested replica.
         replicas: One `ReplicaReport` for each member of the round.
         pause_s: Longest time one replica was paused, in seconds.
         trainer_blocked_s: Seconds until the trainer might change its weights again.
@@ -71,6 +72,7 @@ class SyncReport:
     num_bytes: int
     num_tensors: int
     phases_s: Mapping[str, float]
+    apply_s: float
     replicas: tuple[ReplicaReport, ...]
     pause_s: float
     trainer_blocked_s: float
@@ -90,11 +92,6 @@ class SyncReport:
     def lost(self) -> tuple[str, ...]:
         """Ids of the replicas that failed after *start* and are fenced."""
         return tuple(replica.id for replica in self.replicas if replica.failed_phase is not None)
-
-    @property
-    def apply_s(self) -> float:
-        """Wall seconds from the first ``start_weight_update`` to the last attested replica."""
-        return sum(self.phases_s.get(phase, 0.0) for phase in ("start", "update", "finish", "outcome"))
 
     @property
     def gigabytes_per_s(self) -> float:

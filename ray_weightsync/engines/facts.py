@@ -86,6 +86,7 @@ class EngineFacts:
         paused: Whether generation is paused (or the engine sleeps; vLLM does not tell these apart).
         package_version: Version of this package in its workers.
         kv_connector: Name of its KV-transfer connector, if it has one.
+        is_multimodal: Whether its model also takes images or sound, which it caches as embeddings.
         unfinished_requests: Requests in flight, frozen ones included.
         verbs: Names of its public methods, the protocol's among them; empty if unknown.
         workers: What its workers said; empty where our worker extension is not there to be asked.
@@ -108,6 +109,7 @@ class EngineFacts:
     vllm_version: str | None = None
     package_version: str | None = None
     kv_connector: str | None = None
+    is_multimodal: bool | None = None
     unfinished_requests: int | None = None
     verbs: tuple[str, ...] = ()
     workers: tuple[WorkerFacts, ...] = ()
@@ -143,6 +145,7 @@ def facts_of(told: Mapping[str, Any], nonce: str) -> EngineFacts:
         vllm_version=told.get("vllm_version"),
         package_version=workers[0].package_version if workers else told.get("package_version"),
         kv_connector=told.get("kv_connector"),
+        is_multimodal=told.get("is_multimodal"),
         unfinished_requests=told.get("unfinished_requests"),
         verbs=tuple(told.get("verbs") or ()),
         workers=workers,

@@ -75,6 +75,7 @@ def configured(config: Any) -> dict[str, Any]:
         "instance_id": getattr(config, "instance_id", None),
         "backend": getattr(transfer, "backend", None),
         "kv_connector": getattr(kv, "kv_connector", None),
+        "is_multimodal": getattr(getattr(config, "model_config", None), "is_multimodal_model", None),
     }
 
 

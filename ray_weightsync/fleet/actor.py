@@ -41,11 +41,13 @@ class _CoordinatorActor:
         return await self._coordinator.adopt([Replica(engine) for engine in engines], take_over=take_over)
 
     async def open_snapshot(
-        self, version: int | str, plan_digest: str, plan: dict[str, Any] | None, node_id: str, busy: Busy
+        self, snapshot_id: str, version: int | str, plan_digest: str, plan: dict[str, Any] | None, node_id: str, busy: Busy
     ) -> Ticket | None:
         """None asks for the plan itself."""
         try:
-            return await self._coordinator.open_snapshot(version, plan_digest=plan_digest, plan=plan, node_id=node_id, busy=busy)
+            return await self._coordinator.open_snapshot(
+                snapshot_id, version, plan_digest=plan_digest, plan=plan, node_id=node_id, busy=busy
+            )
         except PlanUnknown:
             return None
 
@@ -90,9 +92,12 @@ def start_coordinator(name: str, settings: Settings) -> ActorHandle[Any]:
     Raises:
         SessionConflict: if a session of that name is running.
     """
-    actor: Any = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)(_CoordinatorActor)
+    # Watchers wait in a slot each; status and rounds must not queue behind them.
+    actor: Any = ray.remote(_CoordinatorActor)
     try:
-        handle: ActorHandle[Any] = actor.options(name=_actor_name(name), namespace=NAMESPACE).remote(name, settings)
+        handle: ActorHandle[Any] = actor.options(
+            name=_actor_name(name), namespace=NAMESPACE, num_cpus=0, max_restarts=0, max_task_retries=0, max_concurrency=100_000
+        ).remote(name, settings)
     except ValueError as error:
         raise SessionConflict(
             f"A session named {name!r} is running; its engines were not touched.", hint="choose another name, or close() that session"

@@ -9,17 +9,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import uuid
-from collections.abc import Coroutine, Iterable
-from functools import partial
+from collections import deque
+from collections.abc import Coroutine
 from typing import Any
 
-from ray_weightsync.config import version_label
-from ray_weightsync.errors import AttachError, ConfigError, FleetTorn, RoundAborted, WeightSyncError
-from ray_weightsync.fleet.bring import Aborted, Bring, RoundSpec
-from ray_weightsync.fleet.preflight import check, look
+from ray_weightsync.config import TOMBSTONE_PREFIX, version_label
+from ray_weightsync.errors import AttachError, ConfigError, RoundAborted, WeightSyncError
+from ray_weightsync.fleet.bring import Bring
+from ray_weightsync.fleet.members import members_of, unproved
+from ray_weightsync.fleet.preflight import look
 from ray_weightsync.fleet.replica import Replica
+from ray_weightsync.fleet.reporting import report_of
 from ray_weightsync.fleet.roster import Roster
+from ray_weightsync.fleet.round import Aborted, RoundSpec
 from ray_weightsync.fleet.snapshots import Stores
 from ray_weightsync.fleet.staging import Snapshot, Staging
 from ray_weightsync.fleet.states import ReplicaEvent, ReplicaState
@@ -27,9 +29,8 @@ from ray_weightsync.fleet.steps import StepFailed, Timeline
 from ray_weightsync.fleet.turns import Busy, Turn
 from ray_weightsync.fleet.values import Sealed, Settings, Ticket
 from ray_weightsync.fleet.verdicts import aborted, verdict
-from ray_weightsync.protocol.channel import FINISH
-from ray_weightsync.protocol.fanout import fan_out
-from ray_weightsync.report import FleetStatus, ReplicaReport, SyncReport
+from ray_weightsync.protocol.channel import FINISH, PAUSE, SET_VERSION
+from ray_weightsync.report import FleetStatus, SyncReport
 from ray_weightsync.weights.plan import Plan
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ class Coordinator:
         self._turn = Turn()
         self._plans: dict[str, Plan] = {}
         self._background: set[asyncio.Task[Any]] = set()
+        self._abandoned: deque[str] = deque(maxlen=100)
 
     # --- the fleet ----------------------------------------------------------------------------------------------------------
 
@@ -79,8 +81,14 @@ class Coordinator:
                 replicas=(replica.id,),
                 hint="end it there, or attach(..., take_over=True), which flushes it; the engine is then fenced until the next round",
             )
+        channel = replica.engine.channel
         try:
-            await asyncio.wait_for(replica.engine.channel.call(FINISH), self._timeouts.finish_s)
+            # Half-updated weights may be in there: marked and paused before the flush makes them look whole.
+            if channel.supports(SET_VERSION):
+                await asyncio.wait_for(channel.call(SET_VERSION, f"{TOMBSTONE_PREFIX}flushed"), self._timeouts.commit_s)
+            if channel.supports(PAUSE):
+                await asyncio.wait_for(channel.call(PAUSE, mode="keep", clear_cache=False), self._timeouts.pause_s)
+            await asyncio.wait_for(channel.call(FINISH), self._timeouts.finish_s)
             await look(replica, timeouts=self._timeouts, timeline=Timeline())
         except Exception as error:
             raise AttachError(
@@ -104,10 +112,13 @@ class Coordinator:
 
     # --- staging ------------------------------------------------------------------------------------------------------------
 
-    async def open_snapshot(self, version: int | str, *, plan_digest: str, plan: dict[str, Any] | None, node_id: str, busy: Busy) -> Ticket:
+    async def open_snapshot(
+        self, snapshot_id: str, version: int | str, *, plan_digest: str, plan: dict[str, Any] | None, node_id: str, busy: Busy
+    ) -> Ticket:
         """Begin a round: check the version, allot memory, start the preflight beside the sender's packing.
 
-        The turn is the caller's until `seal`, `commit` or `abandon`, or until the sender's deadline has passed.
+        The turn is the caller's until `seal`, `commit` or `abandon`, or until the sender's deadline has passed. The snapshot's id is
+        the caller's choice (32 hex digits), so that it can be abandoned before this returns.
 
         Raises:
             PlanUnknown: ``plan`` is needed.
@@ -117,10 +128,13 @@ class Coordinator:
         label = version_label(version)
         known = self._plan(plan_digest, plan)
         limit_s = self._timeouts.staging_s(known.num_bytes)
-        snapshot_id = uuid.uuid4().hex
         await self._turn.take(snapshot_id, busy=busy, limit_s=limit_s + self._timeouts.round_s(known.num_bytes))
         opened_at = time.monotonic()
         try:
+            if snapshot_id in self._abandoned:
+                raise RoundAborted(
+                    f"Nothing changed: {self._roster.serves()}. The sender gave up while it waited for its turn.", phase="open"
+                )
             if self._roster.was_committed_before(label):
                 raise ConfigError(f"version {label!r} was committed before; versions are unique (now: {self._roster.label!r})")
             self._roster.round_id = snapshot_id
@@ -129,7 +143,8 @@ class Coordinator:
         except BaseException:
             self._end_turn(snapshot_id)
             raise
-        snapshot.preflight = self._spawn(self._preflight(snapshot))
+        if unproved(self._roster, snapshot):
+            snapshot.preflight = self._spawn(self._members(snapshot))
         self._spawn(self._give_up_after(snapshot, limit_s))
         progress_bytes = self._settings.transport.bucket_bytes
         return Ticket(snapshot=snapshot_id, address=snapshot.address, progress_bytes=progress_bytes, limit_s=limit_s)
@@ -152,7 +167,7 @@ class Coordinator:
             snapshot = self._staging.require(snapshot_id, self._roster.serves())
             try:
                 await self._staging.seal(snapshot, sealed, self._roster.serves())
-                await snapshot.members()
+                await snapshot.judged()
             except BaseException as error:
                 await self._staging.give_up(snapshot, str(error))
                 raise
@@ -163,10 +178,12 @@ class Coordinator:
     async def abandon(self, snapshot_id: str, why: str) -> None:
         """The sender gives the snapshot up; nothing is committed. Idempotent."""
         snapshot = self._staging.get(snapshot_id)
-        if snapshot is not None:
-            await self._staging.give_up(snapshot, why)
-            if not snapshot.committing:
-                self._end_turn(snapshot_id)
+        if snapshot is None:
+            self._abandoned.append(snapshot_id)  # it may be waiting for its turn
+            return
+        await self._staging.give_up(snapshot, why)
+        if not snapshot.committing:
+            self._end_turn(snapshot_id)
 
     async def _give_up_after(self, snapshot: Snapshot, limit_s: float) -> None:
         """A sender that died or hangs must keep neither the turn nor the slot."""
@@ -174,55 +191,6 @@ class Coordinator:
         if not done:
             logger.error("the sender did not seal version %s within %.0f s; its snapshot is given up", snapshot.label, limit_s)
             await self.abandon(snapshot.id, f"the sender did not seal within {limit_s:.1f} s")
-
-    # --- preflight ----------------------------------------------------------------------------------------------------------
-
-    async def _preflight(self, snapshot: Snapshot) -> list[Replica]:
-        """The members of the round: everyone who can take part. One that serves and cannot is a reason to abort."""
-        store = f"host:{snapshot.node_id}"
-        candidates = [replica for replica in self._roster.replicas.values() if replica.state is not ReplicaState.RETIRED]
-        for replica in [each for each in candidates if each.unanswered]:
-            candidates.remove(replica)
-            snapshot.notes.append(f"{replica.id} left out: it has not answered an earlier call yet")
-        unproved = any(store not in replica.stores for replica in candidates)
-        probe = await self._staging.probe(snapshot.node_id) if unproved else None
-        ask = partial(check, plan=snapshot.plan, store=store, probe=probe, timeouts=self._timeouts, timeline=snapshot.timeline)
-        outcomes = await fan_out(
-            {replica.id: partial(ask, replica) for replica in candidates},
-            what="preflight",
-            limit_s=5 * self._timeouts.preflight_s,
-            warn_every_s=self._timeouts.warn_every_s,
-        )
-        members, culprits = [], {}
-        for replica in candidates:
-            error = outcomes.errors.get(replica.id)
-            if error is None:
-                members.append(replica)
-            elif not isinstance(error, StepFailed):
-                raise error
-            elif replica.state is ReplicaState.QUARANTINED:
-                snapshot.notes.append(f"{replica.id} left out: {error}")
-            else:
-                culprits[replica.id] = error
-                if error.failure.kind in ("died", "unanswered"):
-                    replica.happen(ReplicaEvent.FAIL, error=str(error))
-        self._roster.changed()
-        if culprits:
-            raise aborted(
-                f"Version {snapshot.label} was refused before anything was touched.",
-                old=self._roster.label,
-                culprits=culprits,
-                log_hints=self._roster.log_hints(),
-                hint="mend what the engines named; replicas that are gone are left out when the call is repeated",
-            )
-        if not members:
-            raise FleetTorn(
-                f"No replica serves: version {snapshot.label} can be brought to none. {'; '.join(snapshot.notes)}",
-                phase="preflight",
-                replicas=tuple(self._roster.replicas),
-                hint="replace the engines and attach again",
-            )
-        return members
 
     # --- commit -------------------------------------------------------------------------------------------------------------
 
@@ -246,11 +214,11 @@ class Coordinator:
             self._staging.require(snapshot_id, self._roster.serves()).committing = True
             if sealed is not None:
                 await self._staging.seal(snapshot, sealed, self._roster.serves())
-            members = await snapshot.members()
-            if not holds_turn:  # staged some time ago: the fleet may have changed
-                snapshot.notes.clear()
-                members = await self._preflight(snapshot)
-            return await self._commit(snapshot, members)
+            if self._roster.was_committed_before(snapshot.label):
+                raise ConfigError(f"version {snapshot.label!r} was committed meanwhile; versions are unique (now: {self._roster.label!r})")
+            await snapshot.judged()
+            # Looked at directly before the pause: who is paused, and who is there at all, may have changed since the packing began.
+            return await self._commit(snapshot, await self._members(snapshot))
         finally:
             await self._staging.free(snapshot)
             self._end_turn(snapshot_id)
@@ -260,9 +228,7 @@ class Coordinator:
         if repeat:
             members = [replica for replica in members if not (replica.serving and replica.attested and replica.version == snapshot.label)]
         spec = self._spec(snapshot)
-        bring = Bring(
-            spec, members, snapshot.expected, on_phase=self._roster.changed, timeline=snapshot.timeline, background=self._background
-        )
+        bring = Bring(spec, members, snapshot.expected, on_phase=self._roster.changed, timeline=snapshot.timeline)
         try:
             replicas = await bring.run()
         except Aborted as end:
@@ -278,20 +244,37 @@ class Coordinator:
             for replica in members:
                 if replica.state is ReplicaState.UPDATING:
                     replica.happen(ReplicaEvent.FAIL, error="the round ended unexpectedly; its weights may be torn")
-        if not repeat and any(replica.failed_phase is None for replica in replicas):
-            self._roster.commit(snapshot.label)
-            await self._staging.keep(snapshot)
-        report = self._report(snapshot, spec, replicas, repeated=repeat and not members)
-        if (error := verdict(report, self._settings.on_failure, self._roster.log_hints())) is not None:
+            if not repeat and any(replica.version == snapshot.label and replica.attested for replica in members):
+                await self._advance(snapshot)
+        report = report_of(snapshot, self._roster, self._settings, replicas, notes=self._staging.notes(), repeated=repeat and not members)
+        others = [replica.id for replica in self._roster.replicas.values() if replica.serving and replica.version == snapshot.label]
+        if (error := verdict(report, self._settings.on_failure, self._roster.log_hints(), serving=others)) is not None:
             raise error
         return report
+
+    async def _advance(self, snapshot: Snapshot) -> None:
+        self._roster.commit(snapshot.label)
+        try:
+            await self._staging.keep(snapshot)
+        except Exception:  # the engines hold the version whatever becomes of the store; the report says what it costs
+            logger.exception("the store could not keep version %s", snapshot.label)
+            snapshot.notes.append("the snapshot store did not keep this version; nothing can be repaired from it")
 
     async def _is_repeat(self, snapshot: Snapshot) -> bool:
         """Whether this version is the committed one. With the same bytes that is a repeat, with others a mistake."""
         committed = self._staging.committed
         if committed is None or snapshot.label != self._roster.label:
             return False
-        mine, theirs = (await snapshot.seal_of()).digest, (await committed.seal_of()).digest
+        try:
+            mine = (await snapshot.seal_of()).digest
+        except StepFailed as failed:
+            raise RoundAborted(
+                f"Nothing changed: {self._roster.serves()}. The sender gave up.",
+                phase="stage",
+                engine_message=str(failed),
+                hint="call again",
+            ) from failed
+        theirs = committed.written().digest
         if mine != theirs:
             raise RoundAborted(
                 f"Nothing changed: {self._roster.serves()}. The same version was committed with other bytes.",
@@ -299,6 +282,9 @@ class Coordinator:
                 hint=f"choose a new version; {snapshot.label!r} stands for weights {theirs}, not {mine}",
             )
         return True
+
+    async def _members(self, snapshot: Snapshot) -> list[Replica]:
+        return await members_of(snapshot, self._roster, self._staging, self._timeouts)
 
     def _spec(self, snapshot: Snapshot) -> RoundSpec:
         settings, num_bytes = self._settings, snapshot.plan.num_bytes
@@ -324,39 +310,23 @@ class Coordinator:
             policy=settings.on_failure,
         )
 
-    def _report(self, snapshot: Snapshot, spec: RoundSpec, replicas: list[ReplicaReport], *, repeated: bool) -> SyncReport:
-        sealed = snapshot.written()
-        recomputed = [replica.requests_recomputed for replica in replicas]
-        guarantees, missing = _guarantees(self._roster.replicas.values(), snapshot.plan, self._settings)
-        return SyncReport(
-            version=snapshot.version,
-            ordinal=self._roster.ordinal,
-            round_id=snapshot.id,
-            epoch=spec.epoch,
-            plan_digest=snapshot.plan.digest,
-            weights_digest=sealed.digest,
-            transport="host",
-            transport_reason=self._settings.transport_reason,
-            num_bytes=sealed.num_bytes,
-            num_tensors=sealed.num_tensors,
-            phases_s={phase: snapshot.timeline.wall_s(phase) for phase in snapshot.timeline.spans},
-            replicas=tuple(replicas),
-            pause_s=max((replica.pause_s for replica in replicas), default=0.0),
-            trainer_blocked_s=sealed.stage_s,
-            total_s=time.monotonic() - snapshot.opened_at,
-            requests_recomputed=None if None in recomputed else sum(count for count in recomputed if count is not None),
-            guarantees=guarantees,
-            missing=missing,
-            notes=(*snapshot.notes, *self._staging.notes()),
-            repeated=repeated,
-        )
-
     # --- ends ---------------------------------------------------------------------------------------------------------------
 
     async def close(self) -> None:
-        """Free what is shared. Engines are left as they are: whole ones serve, fenced ones stay fenced."""
+        """Free what is shared. Engines are left as they are: whole ones serve, fenced ones stay fenced.
+
+        A round in progress is waited for, one that is only being staged is given up, and what is owed to engines is undone first.
+        """
+        staging = self._staging.get(self._turn.holder or "")
+        if staging is not None and not staging.committing:
+            await self.abandon(staging.id, "the session was closed")
         try:
-            await self._turn.take("close", busy="wait", limit_s=self._timeouts.heal_s)
+            await self._turn.take(
+                "close", busy="wait", limit_s=self._timeouts.round_s(max((p.num_bytes for p in self._plans.values()), default=0))
+            )
+            owed = [call for replica in self._roster.replicas.values() for call in replica.unanswered]
+            if owed:
+                await asyncio.wait(owed, timeout=self._timeouts.resume_s)
         finally:
             for task in list(self._background):
                 task.cancel()
@@ -378,20 +348,3 @@ class Coordinator:
         self._background.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, WeightSyncError):
             logger.error("a task of the coordinator failed", exc_info=error)
-
-
-def _guarantees(replicas: Iterable[Replica], plan: Plan, settings: Settings) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What this fleet and transport hold, and what they cannot. Pure."""
-    given = [
-        "plan checked on a meta twin before anything changed",
-        "bytes attested by every worker",
-        "a lost replica does not stop the others",
-        "caches of old weights dropped before resume" if settings.cache == "recompute" else f"cache policy {settings.cache!r}",
-    ]
-    missing: list[str] = []
-    for replica in replicas:
-        unjudged = {each for worker in replica.engine.facts.workers for each in worker.unjudged.get(plan.digest, ())}
-        missing.extend(f"{replica.id}: {each}" for each in sorted(unjudged))
-        if replica.engine.facts.kind == "sync":
-            missing.append(f"{replica.id}: a synchronous LLM has no pause; it commits in its own turn, before all others have attested")
-    return tuple(given), tuple(missing)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from ray_weightsync.config import Timeouts, is_tombstone
@@ -67,7 +67,13 @@ async def look(replica: Replica, *, timeouts: Timeouts, timeline: Timeline) -> N
 
 
 async def check(
-    replica: Replica, plan: Plan, *, store: str | None, probe: Mapping[str, Any] | None, timeouts: Timeouts, timeline: Timeline
+    replica: Replica,
+    plan: Plan,
+    *,
+    store: str | None,
+    probe: Callable[[], Awaitable[dict[str, Any]]],
+    timeouts: Timeouts,
+    timeline: Timeline,
 ) -> None:
     """Everything that can be asked of one replica before a round touches it.
 
@@ -75,7 +81,7 @@ async def check(
         replica: The replica.
         plan: What will be sent.
         store: Id of the snapshot store that holds the bytes, or None for a transport without one.
-        probe: The store's nonce for the ``see`` call; used once per store and incarnation.
+        probe: Fetches the store's nonce for the ``see`` call; used once per store and incarnation.
         timeouts: Deadlines; each call here has ``preflight_s``.
         timeline: Where the seconds are written.
 
@@ -94,7 +100,7 @@ async def check(
             replica,
             PHASE,
             INIT,
-            {"op": "see", "transport": "host", "probe": dict(probe or {})},
+            {"op": "see", "transport": "host", "probe": await probe()},
             limit_s=timeouts.preflight_s,
             timeline=timeline,
         )

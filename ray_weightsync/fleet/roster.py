@@ -7,7 +7,7 @@ import time
 
 from ray_weightsync.config import AdoptPolicy, is_tombstone
 from ray_weightsync.fleet.replica import Replica
-from ray_weightsync.fleet.states import ReplicaEvent, ReplicaState
+from ray_weightsync.fleet.states import ReplicaEvent
 from ray_weightsync.report import FleetStatus
 
 
@@ -37,7 +37,9 @@ class Roster:
 
     def adopt(self, replicas: list[Replica], policy: AdoptPolicy) -> None:
         """Take engines in. If all report one version, none is paused and the policy allows, they count as serving it, unattested."""
-        facts = [replica.engine.facts for replica in replicas]
+        facts = [
+            replica.engine.facts for replica in replicas if not replica.fenced_by_us and not is_tombstone(replica.engine.facts.version)
+        ]
         versions = {each.version for each in facts}
         agreed = policy == "reported" and len(versions) == 1 and None not in versions and not any(each.paused for each in facts)
         for replica in replicas:
@@ -49,7 +51,7 @@ class Roster:
             else:
                 replica.happen(ReplicaEvent.ADOPT if agreed else ReplicaEvent.INSPECT)
                 replica.version = label
-        if agreed and all(replica.state is ReplicaState.SERVING for replica in replicas):
+        if agreed:
             (self.label,) = versions
         self.changed()
 

@@ -11,6 +11,7 @@ from ray_weightsync.config import Host
 class Stores(Protocol):
     """What the coordinator needs of snapshot stores. `RayStores` is the real one; unit tests bring a store of their own process."""
 
+    def identity(self, node_id: str) -> str: ...
     async def open_slot(
         self, node_id: str, *, snapshot: str, plan_digest: str, num_bytes: int, overlap: bool, limit_s: float
     ) -> dict[str, Any]: ...
@@ -36,15 +37,22 @@ class RayStores:
         self._connect_s = connect_s
         self._actors: dict[str, Any] = {}
         self._starting = asyncio.Lock()
+        self._started = 0
+
+    def identity(self, node_id: str) -> str:
+        """Tells stores apart, also one from the one that was started in its place."""
+        return f"{node_id}/{self._actors[node_id]._actor_id.hex()}"
 
     async def _store(self, node_id: str) -> Any:
         from ray_weightsync.transports.host.actor import start_store
 
         async with self._starting:
             if node_id not in self._actors:
+                self._started += 1
                 self._actors[node_id] = await start_store(
                     node_id,
-                    session=f"{self._session}{node_id[:6]}",  # nodes of a simulated cluster share one directory
+                    # Nodes of a simulated cluster share one directory, and a dead store's files may not be swept yet.
+                    session=f"{self._session}{node_id[:6]}{self._started}",
                     directory=self._transport.directory,
                     num_slots=self._transport.num_slots,
                     limit_s=self._connect_s,
@@ -54,8 +62,14 @@ class RayStores:
     async def open_slot(
         self, node_id: str, *, snapshot: str, plan_digest: str, num_bytes: int, overlap: bool, limit_s: float
     ) -> dict[str, Any]:
+        from ray.exceptions import RayActorError
+
         store = await self._store(node_id)
-        address: dict[str, Any] = await asyncio.wait_for(store.open_slot.remote(snapshot, plan_digest, num_bytes, overlap), limit_s)
+        try:
+            address: dict[str, Any] = await asyncio.wait_for(store.open_slot.remote(snapshot, plan_digest, num_bytes, overlap), limit_s)
+        except RayActorError:
+            self._actors.pop(node_id, None)  # its janitor sweeps its files; the next call starts another store
+            raise
         return address
 
     async def seal(self, node_id: str, *, snapshot: str, digest: str, limit_s: float) -> None:
@@ -78,8 +92,9 @@ class RayStores:
         import ray
 
         actors, self._actors = self._actors, {}
+        closing = [asyncio.ensure_future(asyncio.wait_for(actor.close.remote(), limit_s)) for actor in actors.values()]
         try:
-            await asyncio.wait_for(asyncio.gather(*(actor.close.remote() for actor in actors.values())), limit_s)
+            await asyncio.gather(*closing, return_exceptions=True)  # one that has died needs no closing
         finally:
             for actor in actors.values():
                 ray.kill(actor)  # its janitor unlinks what an unanswered close left

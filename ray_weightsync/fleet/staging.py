@@ -10,10 +10,10 @@ from typing import Any
 
 from ray_weightsync.config import Host, Timeouts
 from ray_weightsync.errors import CallFailure, RoundAborted
-from ray_weightsync.fleet.replica import Replica
 from ray_weightsync.fleet.snapshots import Stores
 from ray_weightsync.fleet.steps import StepFailed, Timeline
 from ray_weightsync.fleet.values import Sealed
+from ray_weightsync.protocol.reading import words
 from ray_weightsync.weights.plan import Plan
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,8 @@ class Snapshot:
 
     Attributes:
         sealed: What the sender wrote; a `StepFailed` if it gave up.
-        preflight: The check of the fleet against the plan, running beside the sender's packing; its result are the members.
+        store: Identity of the store that holds it; a store that is started anew is another one.
+        preflight: The check of the fleet against a plan or a store that somebody does not know, beside the sender's packing.
         notes: Remarks for the report.
         committing: A round brings it to the fleet right now.
     """
@@ -35,11 +36,12 @@ class Snapshot:
     label: str
     plan: Plan
     node_id: str
+    store: str
     address: dict[str, Any]
     opened_at: float
     sealed: asyncio.Future[Sealed]
     timeline: Timeline = field(default_factory=Timeline)
-    preflight: asyncio.Task[list[Replica]] | None = None
+    preflight: asyncio.Task[Any] | None = None
     notes: list[str] = field(default_factory=list)
     committing: bool = False
 
@@ -54,10 +56,10 @@ class Snapshot:
         blocked_s = time.monotonic() - self.opened_at
         return Sealed(digest="", num_bytes=self.plan.weight_bytes, num_tensors=len(self.plan.tensors), stage_s=blocked_s)
 
-    async def members(self) -> list[Replica]:
-        """The members that the preflight found."""
-        assert self.preflight is not None
-        return await asyncio.shield(self.preflight)
+    async def judged(self) -> None:
+        """Wait for the preflight that runs beside the packing; its error says who refused."""
+        if self.preflight is not None:
+            await asyncio.shield(self.preflight)
 
     async def expected(self) -> dict[str, Any]:
         """What each worker must have received (see the outcome call)."""
@@ -133,8 +135,9 @@ class Staging:
                 f"Nothing changed: {serves}. No room could be had for a snapshot of {plan.num_bytes / 1e6:.1f} MB.",
                 phase="stage",
                 limit_s=limit_s,
-                engine_message=_words(error),
-                hint=f"free or enlarge {self._transport.directory} (docker run --shm-size=...), or choose Host(directory=...)",
+                engine_message=words(error),
+                hint=f"free or enlarge {self._transport.directory} (docker run --shm-size=...), or choose Host(directory=...); "
+                "a store that has died is started anew by the next call",
             ) from error
         snapshot = Snapshot(
             id=snapshot_id,
@@ -142,6 +145,7 @@ class Staging:
             label=label,
             plan=plan,
             node_id=node_id,
+            store=self._stores.identity(node_id),
             address=address,
             opened_at=opened_at,
             sealed=asyncio.get_running_loop().create_future(),
@@ -161,7 +165,7 @@ class Staging:
             raise RoundAborted(
                 f"Nothing changed: {serves}. The snapshot of version {snapshot.label} could not be sealed.",
                 phase="stage",
-                engine_message=_words(error),
+                engine_message=words(error),
                 hint="call again",
             ) from error
         snapshot.timeline.add("sender", "stage", time.monotonic() - sealed.stage_s, time.monotonic())
@@ -193,8 +197,16 @@ class Staging:
             logger.exception("the slot of version %s could not be freed; its store frees it when the session closes", snapshot.label)
 
     async def probe(self, node_id: str) -> dict[str, Any]:
-        """The nonce by which a worker proves that it sees the memory of ``node_id``."""
-        return await self._stores.probe(node_id, limit_s=self._timeouts.preflight_s)
+        """The nonce by which a worker proves that it sees the memory of ``node_id``.
+
+        Raises:
+            StepFailed: if the store does not answer.
+        """
+        try:
+            return await self._stores.probe(node_id, limit_s=self._timeouts.preflight_s)
+        except Exception as error:
+            failure = CallFailure(message=f"the snapshot store did not answer: {words(error)}", kind="raised", elapsed_s=0.0)
+            raise StepFailed("preflight", failure, self._timeouts.preflight_s) from error
 
     def notes(self) -> list[str]:
         """Remarks on the slots, for the report."""
@@ -203,7 +215,3 @@ class Staging:
     async def close(self) -> None:
         """Free everything."""
         await self._stores.close(limit_s=self._timeouts.commit_s)
-
-
-def _words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"

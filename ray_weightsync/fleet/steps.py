@@ -23,6 +23,9 @@ class StepFailed(Exception):
         self.failure = failure
         self.limit_s = limit_s
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (StepFailed, (self.phase, self.failure, self.limit_s))
+
 
 @dataclass
 class Timeline:
@@ -38,8 +41,12 @@ class Timeline:
         self.spans[phase] = (min(first, began), max(last, ended))
 
     def wall_s(self, phase: str) -> float:
-        first, last = self.spans.get(phase, (0.0, 0.0))
-        return last - first
+        return self.span_s(phase)
+
+    def span_s(self, *phases: str) -> float:
+        """Seconds from the first beginning to the last end of ``phases``."""
+        spans = [self.spans[phase] for phase in phases if phase in self.spans]
+        return max(last for _, last in spans) - min(first for first, _ in spans) if spans else 0.0
 
 
 async def step(replica: Replica, phase: str, verb: str, *args: Any, limit_s: float, timeline: Timeline, **kwargs: Any) -> Any:

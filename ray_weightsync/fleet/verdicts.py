@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ray_weightsync.config import FailurePolicy
 from ray_weightsync.errors import FleetTorn, ReplicasLost, RoundAborted, WeightSyncError
@@ -10,12 +10,13 @@ from ray_weightsync.fleet.steps import StepFailed
 from ray_weightsync.report import SyncReport
 
 
-def verdict(report: SyncReport, policy: FailurePolicy, log_hints: Mapping[str, str | None]) -> WeightSyncError | None:
-    """The error to raise for a round that passed *start*, or None."""
+def verdict(
+    report: SyncReport, policy: FailurePolicy, log_hints: Mapping[str, str | None], *, serving: Sequence[str]
+) -> WeightSyncError | None:
+    """The error to raise for a round that passed *start*, or None. ``serving``: all replicas that serve its version now."""
     lost = [replica for replica in report.replicas if replica.failed_phase is not None]
     if not lost:
         return None
-    serving = report.committed
     first = lost[0]
     fields = {
         "phase": first.failed_phase,
@@ -52,7 +53,9 @@ def aborted(
 ) -> RoundAborted:
     """The error for a round that ended before *start*."""
     first = next(iter(culprits.values()), None)
-    holds = f"Nothing changed: {'version ' + old if old is not None else 'what the engines had before'} still serves everywhere"
+    gone = [name for name, failed in culprits.items() if failed.failure.kind == "died"]
+    where = f"on the rest; {', '.join(gone)} is gone" if gone else "everywhere"
+    holds = f"Nothing changed: {'version ' + old if old is not None else 'what the engines had before'} still serves {where}"
     if stuck:
         holds += f", except on {', '.join(stuck)}, which could not be put back and is fenced"
     hints = [f"{name}: {where}" for name, where in (log_hints or {}).items() if name in culprits and where]

@@ -21,6 +21,8 @@ IS_PAUSED = "is_paused"
 GET_VERSION = "get_weight_version"
 SET_VERSION = "update_weight_version"
 RESET_PREFIX_CACHE = "reset_prefix_cache"
+RESET_MM_CACHE = "reset_mm_cache"
+RESET_ENCODER_CACHE = "reset_encoder_cache"
 COLLECTIVE_RPC = "collective_rpc"
 WORLD_SIZE = "get_world_size"
 
@@ -30,6 +32,7 @@ REQUIRED_VERBS = (INIT, START, UPDATE, FINISH)
 KNOWN_VERBS = (
     *REQUIRED_VERBS,
     *(SHUTDOWN, START_DRAFT, PAUSE, RESUME, IS_PAUSED, GET_VERSION, SET_VERSION, RESET_PREFIX_CACHE, COLLECTIVE_RPC, WORLD_SIZE),
+    *(RESET_MM_CACHE, RESET_ENCODER_CACHE),
 )
 """What this package may ask for; all but the required ones are missing in some engine or other."""
 

@@ -7,7 +7,7 @@ from typing import Any
 from ray.actor import ActorHandle
 
 from ray_weightsync.config import Timeouts
-from ray_weightsync.errors import ConfigError
+from ray_weightsync.errors import ConfigError, RoundAborted, WeightSyncError
 from ray_weightsync.fleet.turns import Busy
 from ray_weightsync.report import SyncReport
 from ray_weightsync.trainer.sender import SnapshotSender, StagedWeights
@@ -27,19 +27,32 @@ class TrainerMixin:
         self, session: str, coordinator: ActorHandle[Any], timeouts: Timeouts, version: int | str, busy: Busy
     ) -> SyncReport:
         """Called by the session: send what `weight_source` returns."""
-        return self._rws_sender(session, coordinator, timeouts).send(self.weight_source(), version=version, busy=busy)
+        return self._rws_sender(session, coordinator, timeouts).send(self._rws_source(), version=version, busy=busy)
 
     def rws_stage_weights(
         self, session: str, coordinator: ActorHandle[Any], timeouts: Timeouts, version: int | str, busy: Busy
     ) -> StagedWeights:
         """Called by the session: stage what `weight_source` returns."""
-        return self._rws_sender(session, coordinator, timeouts).stage(self.weight_source(), version=version, busy=busy)
+        return self._rws_sender(session, coordinator, timeouts).stage(self._rws_source(), version=version, busy=busy)
 
     def rws_close(self, session: str) -> None:
         """Called by the session when it closes: unmap its slots."""
         sender = self.__dict__.get("_rws_senders", {}).pop(session, None)
         if sender is not None:
             sender.close()
+
+    def _rws_source(self) -> Any:
+        try:
+            return self.weight_source()
+        except WeightSyncError:
+            raise
+        except Exception as error:
+            raise RoundAborted(
+                f"Nothing changed: no engine was touched. {type(self).__name__}.weight_source() failed.",
+                phase="stage",
+                engine_message=f"{type(error).__name__}: {error}",
+                hint="mend it and call again",
+            ) from error
 
     def _rws_sender(self, session: str, coordinator: ActorHandle[Any], timeouts: Timeouts) -> SnapshotSender:
         senders: dict[str, SnapshotSender] = self.__dict__.setdefault("_rws_senders", {})

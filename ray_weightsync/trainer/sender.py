@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+import uuid
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -127,13 +128,19 @@ class SnapshotSender:
         weights = as_source(source)
         plan = self._plan(weights)
         node_id = ray.get_runtime_context().get_node_id()
+        snapshot = uuid.uuid4().hex
         # It may have to wait for the round of another sender first.
-        open_snapshot = partial(
-            ask, self._coordinator, "open_snapshot", limit_s=2 * (self._timeouts.staging_s(plan.num_bytes) + self._round_s(plan.num_bytes))
-        )
-        ticket = open_snapshot(version, plan.digest, None if plan.digest in self._sent_plans else plan.to_wire(), node_id, busy)
-        if ticket is None:  # the coordinator forgot this plan among others, or is a successor
-            ticket = open_snapshot(version, plan.digest, plan.to_wire(), node_id, busy)
+        limit_s = 2 * (self._timeouts.staging_s(plan.num_bytes) + self._round_s(plan.num_bytes))
+        open_snapshot = partial(ask, self._coordinator, "open_snapshot", snapshot, version, plan.digest, limit_s=limit_s)
+        try:
+            ticket = open_snapshot(None if plan.digest in self._sent_plans else plan.to_wire(), node_id, busy)
+            if ticket is None:  # the coordinator forgot this plan among others, or is a successor
+                ticket = open_snapshot(plan.to_wire(), node_id, busy)
+        except WeightSyncError:
+            raise
+        except BaseException as error:  # interrupted while it waited: it must not be given the turn later
+            self._coordinator.abandon.remote(snapshot, f"the sender was interrupted: {type(error).__name__}")
+            raise
         self._sent_plans.add(plan.digest)
         return weights, plan, ticket
 

@@ -114,6 +114,16 @@ class Holder:
         spans = getattr(last, "weight_versions", None)
         return list(last.token_ids), None if spans is None else [(span.version, span.start, span.end) for span in spans]
 
+    async def cached_tokens(self, prompt: list[int], cache_salt: str | None = None) -> int:
+        """How many tokens of ``prompt`` a request takes from the prefix cache."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
+        request: dict[str, Any] = {"prompt_token_ids": prompt} | ({} if cache_salt is None else {"cache_salt": cache_salt})
+        async for out in self.llm.generate(request, sampling, request_id=uuid.uuid4().hex):
+            last = out
+        return int(last.num_cached_tokens)
+
     async def call(self, verb: str, *args: Any, **kwargs: Any) -> Any:
         """One of the engine's own methods, with the payload objects that it expects."""
         if verb == "init_weight_transfer_engine":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import ray_weightsync as rws
 from tests.vllm.support import Driver, Pairs, Stage
 
 Tokens = dict[int, list[list[int]]]
@@ -208,10 +209,27 @@ def doomed(engine_tp2: Driver) -> Driver:
     return engine_tp2
 
 
-def test_an_engine_that_somebody_elses_failing_call_put_out_of_step_is_found_by_the_nonce(doomed: Driver) -> None:
+def test_an_engine_that_somebody_elses_failing_call_put_out_of_step_is_found_by_the_nonce(
+    doomed: Driver, engine_tp1: Driver, pairs_a: Pairs, pairs_b: Pairs, fresh_a: Tokens
+) -> None:
+    """Before any byte is sent to it, in a session that has used it and in a new one; it cannot be healed, only replaced."""
+    engines = [rws.EngineRef(each.handle, attr="llm") for each in (engine_tp1, doomed)]
     doomed.describe()
-    with pytest.raises(Exception, match="somebody else's failure"):
-        doomed.rpc("rws_test_raise", 0)
+    with rws.WeightSync.attach(engines) as sync:
+        sync.send_weights(pairs_a, version="good")
+        with pytest.raises(Exception, match="somebody else's failure"):
+            doomed.rpc("rws_test_raise", 0)
+        for version in ("first", "second"):
+            with pytest.raises(rws.RoundAborted, match=r"out of step with the calls .* start a new engine in its place") as caught:
+                sync.send_weights(pairs_b, version=version)
+            assert (caught.value.phase, caught.value.replicas) == ("preflight", ("r1",))
+        assert engine_tp1.call("get_weight_version") == "good"
+        assert engine_tp1.call("is_paused") is False
+        assert engine_tp1.tokens() == fresh_a[1]
+    with pytest.raises(rws.AttachError, match=r"(?s)r1 .*out of step.*start a new engine in its place"):
+        rws.WeightSync.attach(engines)
     told = doomed.rpc("rws_describe", "fresh nonce")
     assert told[0]["nonce"] == "fresh nonce"
-    assert told[1] == 1, "rank 1 answers the call before"
+    assert "fresh nonce" not in str(told[1]), "rank 1 answers an earlier call"
+    with rws.WeightSync.attach(engines[:1]) as sync:
+        assert sync.send_weights(pairs_b, version="without it").committed == ("r0",)

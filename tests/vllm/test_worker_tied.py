@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
+import torch
 
+import ray_weightsync as rws
 from tests.vllm.conftest import Checkpoints
-from tests.vllm.support import Driver, Stage, checkpoint, plan_of, start_engine, started, stop_engine, tokens_of
+from tests.vllm.support import Driver, Pairs, Stage, checkpoint, plan_of, start_engine, started, stop_engine, tokens_of
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -48,3 +50,51 @@ def test_both_names_give_a_fresh_engines_output(tied: Tied, checkpoints: Checkpo
         pytest.skip("this vLLM (0.28) cannot update a tied head on a CPU, and the preflight says so")
     tied.engine.bring(staged)
     assert tied.engine.tokens() == tied.fresh_b
+
+
+class TiedModule(torch.nn.Module):
+    """A trainer's model: the head is the embedding, and the class says so as transformers' classes do."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+
+    def __init__(self, pairs: Pairs) -> None:
+        super().__init__()
+        for name, tensor in pairs.items():
+            *path, leaf = name.split(".")
+            here: torch.nn.Module = self
+            for part in path:
+                if not hasattr(here, part):
+                    here.add_module(part, torch.nn.Module())
+                here = getattr(here, part)
+            here.register_parameter(leaf, torch.nn.Parameter(tensor.clone()))
+        self.lm_head.weight = self.model.embed_tokens.weight
+
+
+def test_a_tied_module_is_sent_under_both_names_and_gives_a_fresh_engines_output(tied: Tied, checkpoints: Checkpoints) -> None:
+    module = TiedModule(checkpoint(checkpoints.tied_b))
+    with rws.WeightSync.attach([rws.EngineRef(tied.engine.handle, attr="llm")]) as sync:
+        sync.send_weights(checkpoint(checkpoints.tied_a), version="a")
+        assert tied.engine.tokens() != tied.fresh_b
+        report = sync.send_weights(module, version="b")
+        assert report.num_tensors == len(dict(module.named_parameters(remove_duplicate=False))) == len(dict(module.named_parameters())) + 1
+        assert tied.engine.tokens() == tied.fresh_b
+
+
+@pytest.mark.parametrize(("sent", "missing"), [(EMBED, HEAD), (HEAD, EMBED)])
+def test_a_session_refuses_one_name_alone(tied: Tied, checkpoints: Checkpoints, sent: str, missing: str) -> None:
+    source = rws.ModuleSource(TiedModule(checkpoint(checkpoints.tied_b)), skip=missing)
+    with rws.WeightSync.attach([rws.EngineRef(tied.engine.handle, attr="llm")]) as sync:
+        with pytest.raises(rws.RoundAborted, match=f"{missing} would be given nothing"):
+            sync.send_weights(source, version="half")
+        assert sync.status().ordinal == 0
+
+
+def test_two_values_for_tied_names_are_an_error_that_names_both_before_any_engine_is_touched(tied: Tied, checkpoints: Checkpoints) -> None:
+    module = TiedModule(checkpoint(checkpoints.tied_b))
+    module.lm_head.weight = torch.nn.Parameter(module.lm_head.weight + 1)
+    tokens = tied.engine.tokens()
+    with rws.WeightSync.attach([rws.EngineRef(tied.engine.handle, attr="llm")]) as sync:
+        with pytest.raises(rws.ConfigError, match=f"{HEAD}.*{EMBED}.*differ"):
+            sync.send_weights(module, version="torn")
+        assert sync.status().ordinal == 0
+    assert tied.engine.tokens() == tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from typing import Any
 
 from ray_weightsync.config import FailurePolicy, Host, Timeouts
@@ -62,6 +63,8 @@ class FakeEngine:
         self.loses_bytes = False
         self._received: dict[str, Any] | None = None
 
+    pausable = True
+
     def supports(self, verb: str) -> bool:
         return True
 
@@ -113,6 +116,7 @@ class FakeEngine:
                 self._label_before = self.version
             self.version = args[0]
         elif verb == START:
+            assert self.paused or not self.pausable, "a real engine's core dies of a request that runs now"
             self.update_open, self.weights, self._received = True, "torn", None
         elif verb == UPDATE:
             self.epoch, self._received = args[0]["epoch"], args[0]
@@ -125,6 +129,8 @@ class FakeEngine:
         return None
 
     def _op(self, info: dict[str, Any]) -> None:
+        if info["op"] == "see" and not info["probe"]:
+            raise ValueError("rws: rank 0: a probe has the fields directory, name and nonce")
         if info["op"] == "plan":
             self.plans.append(Plan.from_wire(info["plan"]).digest)
         elif info["op"] == "outcome":
@@ -146,7 +152,7 @@ class FakeEngine:
         }
         sizes = {"num_workers": 1, "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1}
         state = {"version": self.version, "paused": self.paused, "instance_id": self.incarnation, "unfinished_requests": 0}
-        return {"kind": "torch", "backend": "rws", "workers": [worker], **sizes, **state}
+        return {"kind": "async", "backend": "rws", "workers": [worker], **sizes, **state}
 
 
 class FakeStores:
@@ -158,6 +164,9 @@ class FakeStores:
         self.closed = False
         self.refuse_seal = False
         self.full = False
+
+    def identity(self, node_id: str) -> str:
+        return node_id
 
     async def open_slot(
         self, node_id: str, *, snapshot: str, plan_digest: str, num_bytes: int, overlap: bool, limit_s: float
@@ -230,7 +239,9 @@ class FakeFleet:
 
     async def open(self, version: int | str, plan: Plan | None = None) -> Ticket:
         plan = plan if plan is not None else plan_of()
-        return await self.coordinator.open_snapshot(version, plan_digest=plan.digest, plan=plan.to_wire(), node_id="node", busy="wait")
+        return await self.coordinator.open_snapshot(
+            uuid.uuid4().hex, version, plan_digest=plan.digest, plan=plan.to_wire(), node_id="node", busy="wait"
+        )
 
     async def send(self, version: int | str, *, digest: str | None = None, plan: Plan | None = None) -> Any:
         ticket = await self.open(version, plan)

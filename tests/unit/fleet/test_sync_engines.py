@@ -24,6 +24,8 @@ class SyncEngine(FakeEngine):
         turns: The calls of each turn of its actor.
     """
 
+    pausable = False
+
     def __init__(self, label: str) -> None:
         super().__init__(label)
         self.turns: list[list[str]] = []
@@ -74,7 +76,7 @@ def test_from_mark_to_cache_it_is_one_turn_of_the_actor() -> None:
         fleet, sync = await mixed()
         report = await fleet.send(1)
         assert report.committed == ("r0", "r1")
-        assert sync.turns == [["inspect"], ["see"], ["plan"], TURN]
+        assert sync.turns == [["inspect"], ["see"], ["plan"], ["inspect"], TURN, ["inspect"]]
         assert (sync.version, sync.weights) == ("1", fleet.stores.committed)
         assert report.replicas[1].pause_s == 0
         assert report.replicas[1].phases_s["update"] > 0
@@ -88,7 +90,7 @@ def test_its_cache_is_touched_only_by_the_policy_that_says_so(cache: str) -> Non
     async def story() -> None:
         fleet, sync = await mixed(cache=cache)
         await fleet.send(1)
-        assert sync.turns[-1] == TURN[:-1]
+        assert sync.turns[-2:] == [TURN[:-1], ["inspect"]]
 
     run(story)
 
@@ -101,7 +103,7 @@ def test_the_step_of_the_turn_that_failed_is_the_phase_named_and_later_ones_are_
         with pytest.raises(ReplicasLost, match=f"made to fail in {phase}") as caught:
             await fleet.send(1)
         assert (caught.value.replicas, caught.value.phase) == (("r1",), phase)
-        assert sync.turns[3] == TURN[: TURN.index(phase) + 1]
+        assert sync.turns[4] == TURN[: TURN.index(phase) + 1]
         assert sync.version.startswith("!rws:")
         assert fleet.engines[0].version == "1"
         assert fleet.coordinator.status().serving == ("r0",)
@@ -143,7 +145,7 @@ def test_an_abort_before_start_has_not_touched_it() -> None:
         fleet.engines[0].faults["mark"] = "raise"
         with pytest.raises(RoundAborted):
             await fleet.send(1)
-        assert sync.turns == [["inspect"], ["see"], ["plan"]]
+        assert sync.turns == [["inspect"], ["see"], ["plan"], ["inspect"]]
         assert sync.version == "v0"
 
     run(story)

@@ -1,0 +1,71 @@
+"""The report of a round, put together from what is known when it ends. Pure."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+
+from ray_weightsync.fleet.replica import Replica
+from ray_weightsync.fleet.roster import Roster
+from ray_weightsync.fleet.staging import Snapshot
+from ray_weightsync.fleet.values import Settings
+from ray_weightsync.protocol.channel import PAUSE, SET_VERSION
+from ray_weightsync.report import ReplicaReport, SyncReport
+from ray_weightsync.weights.plan import Plan
+
+
+def report_of(
+    snapshot: Snapshot, roster: Roster, settings: Settings, replicas: Sequence[ReplicaReport], *, notes: Iterable[str], repeated: bool
+) -> SyncReport:
+    """What the round did."""
+    written, timeline = snapshot.written(), snapshot.timeline
+    counts = [replica.requests_recomputed for replica in replicas]
+    guarantees, missing = promises(roster.replicas.values(), snapshot.plan, settings)
+    return SyncReport(
+        version=snapshot.version,
+        ordinal=roster.ordinal,
+        round_id=snapshot.id,
+        epoch=roster.epoch,
+        plan_digest=snapshot.plan.digest,
+        weights_digest=written.digest,
+        transport="host",
+        transport_reason=settings.transport_reason,
+        num_bytes=written.num_bytes,
+        num_tensors=written.num_tensors,
+        phases_s={phase: timeline.wall_s(phase) for phase in timeline.spans},
+        apply_s=timeline.span_s("start", "update", "finish", "outcome"),
+        replicas=tuple(replicas),
+        pause_s=max((replica.pause_s for replica in replicas), default=0.0),
+        trainer_blocked_s=written.stage_s,
+        total_s=time.monotonic() - snapshot.opened_at,
+        requests_recomputed=None if None in counts else sum(count for count in counts if count is not None),
+        guarantees=guarantees,
+        missing=missing,
+        notes=(*snapshot.notes, *notes),
+        repeated=repeated,
+    )
+
+
+def promises(replicas: Iterable[Replica], plan: Plan, settings: Settings) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What was held for this fleet, and what could not be."""
+    given = ["bytes attested by every worker", "a lost replica does not stop the others"]
+    missing: list[str] = []
+    if settings.cache != "recompute":
+        given.append(f"cache policy {settings.cache!r}")
+    for replica in replicas:
+        facts, channel = replica.engine.facts, replica.engine.channel
+        unjudged = {each for worker in facts.workers for each in worker.unjudged.get(plan.digest, ())}
+        missing.extend(f"{replica.id}: {each}" for each in sorted(unjudged))
+        if facts.kind == "sync":
+            missing.append(
+                f"{replica.id}: a synchronous LLM has no pause; requests wait for the actor's turn, and a torn one is not fenced"
+            )
+        elif not channel.supports(PAUSE):
+            missing.append(f"{replica.id}: it cannot be paused by its client; a request during the update may end the engine")
+        if not channel.supports(SET_VERSION):
+            missing.append(f"{replica.id}: it keeps no version label, so a torn state leaves no mark on it")
+    if not missing:
+        given.insert(0, "plan checked on a meta twin before anything changed")
+        if settings.cache == "recompute":
+            given.append("caches of old weights dropped before resume")
+    return tuple(given), tuple(missing)

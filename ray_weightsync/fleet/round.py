@@ -1,0 +1,97 @@
+"""The values of one round: what it is about, how each member was found and how it fares, and how a round ends early."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from ray_weightsync.config import CachePolicy, FailurePolicy, PauseMode, Timeouts, is_tombstone
+from ray_weightsync.fleet.replica import Replica
+from ray_weightsync.fleet.steps import StepFailed
+from ray_weightsync.report import ReplicaReport
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundSpec:
+    """What a round is about. The same for every member.
+
+    Attributes:
+        round_id: Part of the tombstone and of every payload.
+        epoch: Receivers refuse an older one.
+        label: The version's label.
+        num_bytes: Bytes moved to each replica; deadlines grow with them.
+        update: The ``update_weights`` payload.
+    """
+
+    round_id: str
+    epoch: int
+    label: str
+    num_bytes: int
+    update: dict[str, Any]
+    pause: PauseMode
+    cache: CachePolicy
+    timeouts: Timeouts
+    policy: FailurePolicy
+
+    @property
+    def tombstone(self) -> str:
+        return f"!rws:{self.round_id}"
+
+    @property
+    def apply_limit_s(self) -> float:
+        """Seconds from start to outcome when every call uses up its deadline."""
+        moving = self.timeouts.for_bytes("update", self.num_bytes) + self.timeouts.for_bytes("finish", self.num_bytes)
+        return self.timeouts.start_s + moving + self.timeouts.attest_s
+
+
+class Aborted(Exception):
+    """The round ended before *start* and was put back. ``failures`` names the culprits, ``stuck`` those that could not be put back."""
+
+    def __init__(self, failures: dict[str, StepFailed], stuck: dict[str, StepFailed]) -> None:
+        super().__init__("; ".join(f"{name}: {failure}" for name, failure in failures.items()))
+        self.failures = failures
+        self.stuck = stuck
+
+
+@dataclass
+class Member:
+    """One replica's course through the round."""
+
+    replica: Replica
+    incarnation: str | None
+    paused_as_found: bool
+    label_as_found: str | None
+    pause_asked_at: float | None = None
+    resumed_at: float | None = None
+    marked: bool = False
+    recomputed: int | None = 0
+    failed: StepFailed | None = None
+
+    @classmethod
+    def found(cls, replica: Replica) -> Member:
+        """A member as the look directly before the round found it."""
+        facts = replica.engine.facts
+        label = None if is_tombstone(facts.version) else facts.version
+        return cls(replica=replica, incarnation=facts.incarnation, paused_as_found=bool(facts.paused), label_as_found=label)
+
+    @property
+    def resume_is_ours(self) -> bool:
+        """Whether this session must end the pause: it began it, or a tombstone says that whoever began it never ended it."""
+        return self.pause_asked_at is not None and (not self.paused_as_found or self.replica.fenced_by_us)
+
+    def report(self, phases_s: dict[str, float]) -> ReplicaReport:
+        """Its part of the round's report."""
+        paused_s = 0.0
+        if self.pause_asked_at is not None and not self.paused_as_found:
+            paused_s = (self.resumed_at or time.monotonic()) - self.pause_asked_at
+        return ReplicaReport(
+            id=self.replica.id,
+            state=self.replica.state.value,
+            version=self.replica.version,
+            phases_s=phases_s,
+            pause_s=paused_s,
+            requests_recomputed=self.recomputed,
+            failed_phase=self.failed.phase if self.failed else None,
+            error=self.failed.failure.message if self.failed else None,
+        )
