@@ -107,8 +107,8 @@ class FailurePolicy:
         after_start: ``"quarantine"`` fences what failed and lets the others commit; ``"all_or_none"`` brings every touched replica back.
         min_serving: With at least this many replicas serving the new version, lost ones are reported and not raised. None raises always.
         release_requests: Abort requests frozen on a fenced replica, so that no client waits for ever.
-        auto_heal: Bring fenced replicas back from the committed snapshot.
-        max_heals: How often one replica is healed before it is replaced or retired.
+        auto_heal: Bring fenced replicas back from the committed snapshot (not carried out in this version: the next round does it).
+        max_heals: How often one replica is healed before it is replaced or retired (likewise).
     """
 
     after_start: AfterStart = "quarantine"
@@ -118,6 +118,9 @@ class FailurePolicy:
     max_heals: int = 3
 
     def __post_init__(self) -> None:
+        for name in ("release_requests", "auto_heal"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"FailurePolicy.{name} must be a bool, not {getattr(self, name)!r}")
         require_choice("FailurePolicy.after_start", self.after_start, ("quarantine", "all_or_none"))
         if self.min_serving is not None and (
             isinstance(self.min_serving, bool) or not isinstance(self.min_serving, int) or self.min_serving < 1
@@ -150,6 +153,8 @@ class Host:
 
     def __post_init__(self) -> None:
         _check_bucket_bytes("Host", self.bucket_bytes)
+        if not isinstance(self.overlap, bool):
+            raise ConfigError(f"Host.overlap must be a bool, not {self.overlap!r}")
         if isinstance(self.num_slots, bool) or not isinstance(self.num_slots, int) or self.num_slots < 2:
             raise ConfigError(f"Host.num_slots must be an int of at least 2 (one committed, one being staged), not {self.num_slots!r}")
         if not isinstance(self.directory, str) or not self.directory.startswith("/"):

@@ -162,6 +162,7 @@ class FleetStatus:
         round_id: The round in progress, or None.
         replicas: One `ReplicaStatus` per replica.
         sequence: Grows by one with every change; for watchers.
+        committed: The labels last committed, newest last, at most 100.
     """
 
     name: str
@@ -172,6 +173,7 @@ class FleetStatus:
     round_id: str | None
     replicas: tuple[ReplicaStatus, ...]
     sequence: int
+    committed: tuple[str, ...] = ()
 
     @property
     def serving(self) -> tuple[str, ...]:

@@ -7,12 +7,16 @@ and the engines it spawned itself. Engines it attached to are left running.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import inspect
 import logging
+import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import ray
 from ray.actor import ActorHandle
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from ray_weightsync.config import (
     AdoptPolicy,
@@ -27,7 +31,7 @@ from ray_weightsync.config import (
 )
 from ray_weightsync.engines.ref import EngineLike, as_refs
 from ray_weightsync.errors import ConfigError, WeightSyncError
-from ray_weightsync.fleet.actor import answer, ask, session_name, start_coordinator
+from ray_weightsync.fleet.actor import ask, session_name, start_coordinator
 from ray_weightsync.fleet.turns import Busy
 from ray_weightsync.fleet.values import Settings
 from ray_weightsync.report import FleetStatus, ReplicaStatus, SyncReport
@@ -78,6 +82,7 @@ class WeightSync:
         self._settings = settings
         self._spawned = tuple(spawned)
         self._sender: SnapshotSender | None = None
+        self._view: FleetView | None = None
         self._closed = False
 
     @classmethod
@@ -118,30 +123,11 @@ class WeightSync:
             SessionConflict: if a session of that name is running.
         """
         refs = as_refs(engines)
-        settings = Settings(
-            transport=as_transport(transport),
-            transport_reason="asked for" if transport != "auto" else "auto: trainer and engines share a node's memory",
-            pause=pause,
-            cache=cache,
-            on_failure=on_failure if on_failure is not None else FailurePolicy(),
-            timeouts=timeouts if timeouts is not None else Timeouts(),
-            adopt=adopt,
+        settings = _settings(
+            transport=transport, pause=pause, cache=cache, preflight=preflight, adopt=adopt, on_failure=on_failure, timeouts=timeouts
         )
-        require_choice("pause", pause, ("keep", "wait", "abort"))
-        require_choice("cache", cache, ("recompute", "keep", "salt"))
-        require_choice("preflight", preflight, ("structural",))
-        require_choice("adopt", adopt, ("reported", "never"))
-        if not isinstance(settings.on_failure, FailurePolicy) or not isinstance(settings.timeouts, Timeouts):
-            raise ConfigError("on_failure must be a FailurePolicy and timeouts a Timeouts")
-        if settings.on_failure.after_start != "quarantine":
-            raise ConfigError("FailurePolicy.after_start='all_or_none' is not available in this version")
-        if len(trainers) > 1:
-            raise ConfigError(f"{len(trainers)} trainers given; this version takes one (gather there) or none (this process sends)")
-        for trainer in trainers:
-            if not hasattr(trainer, "rws_send_weights"):
-                raise ConfigError(f"{trainer!r} is no trainer: its class lacks TrainerMixin")
-        if not ray.is_initialized():
-            raise ConfigError("Ray is not initialised in this process; call ray.init() first")
+        _require_trainers(trainers)
+        _require_ray()
         chosen = session_name(name)
         coordinator = start_coordinator(chosen, settings)
         session = cls(name=chosen, coordinator=coordinator, engines=[ref.target for ref in refs], trainers=trainers, settings=settings)
@@ -163,11 +149,15 @@ class WeightSync:
             spec: A `TorchEngineSpec` or `VLLMEngineSpec`.
             options: Keyword arguments of `attach`.
         """
-        timeouts = options.get("timeouts") or Timeouts()
         if not callable(getattr(spec, "spawn", None)):
             raise ConfigError(f"spawn takes a TorchEngineSpec or a VLLMEngineSpec, not {type(spec).__name__}")
-        if not ray.is_initialized():
-            raise ConfigError("Ray is not initialised in this process; call ray.init() first")
+        # Before anything is started: an option that attach would refuse should not cost the start of the engines.
+        inspect.signature(cls.attach).bind([], **options)
+        chosen = {name: value for name, value in options.items() if name not in ("trainers", "name", "take_over")}
+        timeouts = _settings(**chosen).timeouts
+        _require_trainers(options.get("trainers", ()))
+        session_name(options.get("name"))
+        _require_ray()
         handles = spec.spawn(limit_s=timeouts.heal_s)
         try:
             session = cls.attach(handles, **options)
@@ -248,10 +238,34 @@ class WeightSync:
             raise ConfigError("this session sends what its trainer actor's weight_source() returns; do not pass a source")
         method = getattr(self._trainers[0], f"rws_{what}_weights")
         ref = method.remote(self.name, self.coordinator, self._settings.timeouts, version, busy)
-        # How long the trainer is busy with its own work before is not ours to bound; its death ends the wait.
-        while not ray.wait([ref], timeout=self._settings.timeouts.warn_every_s)[0]:
-            logger.info("waiting for the trainer to %s version %s", what, version)
-        return answer(ref, what, limit_s=self._settings.timeouts.status_s)
+        timeouts = self._settings.timeouts
+        # The trainer may be busy with a step of its own first; gather_s is what it is allowed for that.
+        limit_s = timeouts.gather_s + 2 * (timeouts.staging_s(0) + timeouts.round_s(0))
+        began = time.monotonic()
+        while not ray.wait([ref], timeout=timeouts.warn_every_s)[0]:
+            waited_s = time.monotonic() - began
+            if waited_s > limit_s:
+                raise WeightSyncError(
+                    f"The trainer has not come to {what} version {version}; it may do so yet.",
+                    phase=what,
+                    elapsed_s=waited_s,
+                    limit_s=limit_s,
+                    hint="see status(); Timeouts(gather_s=...) allows more time",
+                )
+            logger.info("waiting for the trainer to %s version %s, %.0f s", what, version, waited_s)
+        try:
+            return ray.get(ref, timeout=timeouts.status_s)
+        except RayTaskError as error:
+            if isinstance(error.cause, WeightSyncError):
+                raise error.cause from None
+            raise
+        except RayActorError as error:
+            raise WeightSyncError(
+                "The trainer is gone. A round that it had only staged is given up by the coordinator; status() says what serves.",
+                phase=what,
+                engine_message=str(error),
+                hint="start a new trainer and attach again",
+            ) from error
 
     # --- looking ------------------------------------------------------------------------------------------------------------
 
@@ -268,7 +282,9 @@ class WeightSync:
     def view(self) -> FleetView:
         """A local, picklable view of the fleet for routers and rollout workers."""
         self._require_open()
-        return FleetView(self.coordinator, self.status(), timeouts=self._settings.timeouts)
+        if self._view is None:
+            self._view = FleetView(self.coordinator, self.status(), timeouts=self._settings.timeouts)
+        return self._view
 
     # --- ends ---------------------------------------------------------------------------------------------------------------
 
@@ -277,19 +293,21 @@ class WeightSync:
         if self._closed:
             return
         self._closed = True
+        if self._sender is not None:
+            self._sender.close()
+        if not ray.is_initialized():
+            return  # the cluster went first, and everything of ours on it: a call now would connect to another one
         timeouts = self._settings.timeouts
         try:
-            if self._sender is not None:
-                self._sender.close()
             for trainer in self._trainers:
                 trainer.rws_close.remote(self.name)
-            ask(self.coordinator, "close", limit_s=timeouts.heal_s + timeouts.commit_s)
-        except WeightSyncError as error:
+            ask(self.coordinator, "close", limit_s=timeouts.round_s(0) + timeouts.commit_s + timeouts.resume_s)
+        except (WeightSyncError, RayError) as error:
             logger.warning("the coordinator of %s did not close cleanly (its stores' janitors free shared memory): %s", self.name, error)
         finally:
-            ray.kill(self.coordinator)
-            for handle in self._spawned:
-                ray.kill(handle)
+            for handle in (self.coordinator, *self._spawned):
+                with contextlib.suppress(RayError):  # one that is gone already
+                    ray.kill(handle)
 
     def _require_open(self) -> None:
         if self._closed:
@@ -303,6 +321,53 @@ class WeightSync:
 
     def __repr__(self) -> str:
         return f"WeightSync(name={self.name!r}, engines={len(self.engines)}{', closed' if self._closed else ''})"
+
+
+def _settings(
+    *,
+    transport: Transport | str = "auto",
+    pause: PauseMode = "keep",
+    cache: CachePolicy = "recompute",
+    preflight: PreflightMode = "structural",
+    adopt: AdoptPolicy = "reported",
+    on_failure: FailurePolicy | None = None,
+    timeouts: Timeouts | None = None,
+) -> Settings:
+    """The options of `WeightSync.attach`, validated."""
+    require_choice("pause", pause, ("keep", "wait", "abort"))
+    require_choice("cache", cache, ("recompute", "keep", "salt"))
+    require_choice("preflight", preflight, ("structural",))
+    require_choice("adopt", adopt, ("reported", "never"))
+    policy = on_failure if on_failure is not None else FailurePolicy()
+    deadlines = timeouts if timeouts is not None else Timeouts()
+    if not isinstance(policy, FailurePolicy) or not isinstance(deadlines, Timeouts):
+        raise ConfigError("on_failure must be a FailurePolicy and timeouts a Timeouts")
+    if policy.after_start != "quarantine":
+        raise ConfigError("FailurePolicy.after_start='all_or_none' is not available in this version")
+    return Settings(
+        transport=as_transport(transport),
+        transport_reason="asked for" if transport != "auto" else "auto: trainer and engines share a node's memory",
+        pause=pause,
+        cache=cache,
+        adopt=adopt,
+        on_failure=policy,
+        timeouts=deadlines,
+    )
+
+
+def _require_trainers(trainers: object) -> None:
+    if not isinstance(trainers, list | tuple):
+        raise ConfigError(f"trainers must be a list of actor handles, not {type(trainers).__name__}")
+    if len(trainers) > 1:
+        raise ConfigError(f"{len(trainers)} trainers given; this version takes one (gather there) or none (this process sends)")
+    for trainer in trainers:
+        if not hasattr(trainer, "rws_send_weights"):
+            raise ConfigError(f"{trainer!r} is no trainer: its class lacks TrainerMixin")
+
+
+def _require_ray() -> None:
+    if not ray.is_initialized():
+        raise ConfigError("Ray is not initialised in this process; call ray.init() first")
 
 
 def _given(source: SourceLike | None) -> SourceLike:

@@ -63,14 +63,14 @@ class FleetView:
         return tuple(replica for replica in self.status.replicas if replica.serving)
 
     def wait_for_version(self, version: int | str, *, timeout_s: float) -> FleetStatus:
-        """Wait until ``version`` is the one last committed.
+        """Wait until ``version`` has been committed; the fleet may have moved on to a later one.
 
         Raises:
             WeightSyncError: if it is not within ``timeout_s`` seconds, or the coordinator is gone.
         """
         began = time.monotonic()
         for status in self.events(timeout_s=timeout_s):
-            if status.version == str(version):
+            if str(version) in (status.version, *status.committed):
                 return status
         raise WeightSyncError(
             f"Version {version} was not committed; the fleet is at {self.version}.",

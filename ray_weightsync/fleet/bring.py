@@ -140,6 +140,7 @@ class Bring:
         if channel.supports(SET_VERSION):
             calls = [("mark", (SET_VERSION, (spec.tombstone,), {})), *calls, ("commit", (SET_VERSION, (spec.label,), {}))]
         if self._drops_caches(member):
+            calls.extend(("cache", (verb, (), {})) for verb in self._multimodal_resets(member))
             calls.append(("cache", (RESET_PREFIX_CACHE, (), self._reset_options(member))))
         answers = await chain(member.replica, "update", calls, limit_s=spec.apply_limit_s, timeline=self.timeline)
         if "cache" in answers:
@@ -150,14 +151,16 @@ class Bring:
     async def _commit(self, member: Member) -> None:
         replica, timeouts = member.replica, self.spec.timeouts
         channel = replica.engine.channel
-        if not self._in_one_call(member) and channel.supports(SET_VERSION):
-            await self._step(member, "commit", SET_VERSION, self.spec.label, limit_s=timeouts.commit_s)
-        # Beside one another: neither changes what the other finds, and every call here is part of the pause.
-        looking = same_process(member, "commit", limit_s=timeouts.commit_s, timeline=self.timeline)
-        results = await asyncio.gather(looking, self._drop_caches(member), return_exceptions=True)
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
+        # Of one that did it all in one turn, label, cache and proof are of one process; another call would wait behind its requests.
+        if not self._in_one_call(member):
+            if channel.supports(SET_VERSION):
+                await self._step(member, "commit", SET_VERSION, self.spec.label, limit_s=timeouts.commit_s)
+            # Beside one another: neither changes what the other finds, and every call here is part of the pause.
+            looking = same_process(member, "commit", limit_s=timeouts.commit_s, timeline=self.timeline)
+            results = await asyncio.gather(looking, self._drop_caches(member), return_exceptions=True)
+            for result in results:
+                if isinstance(result, BaseException):
+                    raise result
         if self._drops_caches(member):
             member.recomputed = replica.engine.facts.unfinished_requests
         replica.happen(ReplicaEvent.COMMIT)
@@ -172,16 +175,20 @@ class Bring:
         engine = member.replica.engine
         return self.spec.cache == "recompute" and engine.facts.kind != "torch" and engine.channel.supports(RESET_PREFIX_CACHE)
 
+    def _multimodal_resets(self, member: Member) -> list[str]:
+        """Calls that drop what images became under the old weights."""
+        engine = member.replica.engine
+        return [verb for verb in (RESET_MM_CACHE, RESET_ENCODER_CACHE) if engine.facts.is_multimodal and engine.channel.supports(verb)]
+
     def _reset_options(self, member: Member) -> dict[str, Any]:
         return {"reset_running_requests": True, "reset_connector": bool(member.replica.engine.facts.kv_connector)}
 
     async def _drop_caches(self, member: Member) -> None:
-        if self._in_one_call(member) or not self._drops_caches(member):
+        if not self._drops_caches(member):
             return
-        channel, limit_s = member.replica.engine.channel, self.spec.timeouts.commit_s
-        for verb in (RESET_MM_CACHE, RESET_ENCODER_CACHE):  # what images became under the old weights
-            if member.replica.engine.facts.is_multimodal and channel.supports(verb):
-                await self._step(member, "cache", verb, limit_s=limit_s)
+        limit_s = self.spec.timeouts.commit_s
+        for verb in self._multimodal_resets(member):
+            await self._step(member, "cache", verb, limit_s=limit_s)
         self._require_dropped(await self._step(member, "cache", RESET_PREFIX_CACHE, limit_s=limit_s, **self._reset_options(member)))
 
     def _require_dropped(self, answer: object) -> None:

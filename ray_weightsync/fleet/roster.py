@@ -31,7 +31,7 @@ class Roster:
         self.epoch = 0
         self.phase = "idle"
         self.round_id: str | None = None
-        self._history: set[str] = set()
+        self._history: dict[str, None] = {}
         self._sequence = 0
         self._changed = asyncio.Event()
 
@@ -59,7 +59,7 @@ class Roster:
         """A new version was committed."""
         self.label = label
         self.ordinal += 1
-        self._history.add(label)
+        self._history[label] = None
 
     def was_committed_before(self, label: str) -> bool:
         """Whether ``label`` was committed by this session and is not the present version any more."""
@@ -90,6 +90,7 @@ class Roster:
             round_id=self.round_id,
             replicas=tuple(replica.status() for replica in self.replicas.values()),
             sequence=self._sequence,
+            committed=tuple(self._history)[-100:],
         )
 
     def changed(self, phase: str | None = None) -> None:

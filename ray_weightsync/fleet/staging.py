@@ -131,13 +131,14 @@ class Staging:
                 limit_s=limit_s,
             )
         except Exception as error:
+            full = type(getattr(error, "cause", error)).__name__ == "NoRoomError"
+            room = f"free or enlarge {self._transport.directory} (docker run --shm-size=...), or choose Host(directory=...)"
             raise RoundAborted(
-                f"Nothing changed: {serves}. No room could be had for a snapshot of {plan.num_bytes / 1e6:.1f} MB.",
+                f"Nothing changed: {serves}. No {'room' if full else 'slot'} could be had for {plan.num_bytes / 1e6:.1f} MB.",
                 phase="stage",
                 limit_s=limit_s,
                 engine_message=words(error),
-                hint=f"free or enlarge {self._transport.directory} (docker run --shm-size=...), or choose Host(directory=...); "
-                "a store that has died is started anew by the next call",
+                hint=room if full else "call again: a store that has died or hangs is started anew",
             ) from error
         snapshot = Snapshot(
             id=snapshot_id,

@@ -211,6 +211,8 @@ class WeightSender:
         world_size: int = 1,
         process_group: object | None = None,
     ) -> None:
+        if isinstance(rank, bool) or not isinstance(rank, int) or isinstance(world_size, bool) or not isinstance(world_size, int):
+            raise ConfigError(f"rank and world_size must be ints, not {rank!r} and {world_size!r}")
         if not 0 <= rank < world_size:
             raise ConfigError(f"rank must be in 0 .. world_size - 1 = {world_size - 1}, not {rank}")
         if world_size != 1 or process_group is not None:

@@ -34,7 +34,7 @@ OWN_LIMIT_S = 5.0
 """Seconds a starting store waits for the janitor of its own former life."""
 REAP_LIMIT_S = 10.0
 """Seconds a janitor waits for the lock after its store's end of the pipe closed; the kernel closes a dead process's files one by one."""
-START_LIMIT_S = 30.0
+START_LIMIT_S = 100.0
 
 
 def slot_name(session: str, number: int) -> str:

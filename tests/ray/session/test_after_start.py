@@ -69,11 +69,6 @@ class _Faulty(TorchEngineActor):
         self._fault("mark" if new_version.startswith("!rws:") else "commit")
         super().update_weight_version(new_version)
 
-    @ray.method(concurrency_group=CONTROL_GROUP)
-    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        _, times = self._faults.get("reset_prefix_cache", ("", 0))
-        return not times and super().reset_prefix_cache(reset_running_requests, reset_connector)
-
 
 Faulty: Any = ray.remote(concurrency_groups={CONTROL_GROUP: 6}, num_cpus=0, max_concurrency=4)(_Faulty)
 
@@ -125,7 +120,6 @@ def test_a_replica_that_cannot_be_paused_or_marked_aborts_the_round(
         ("update_weights", "update"),
         ("finish_weight_update", "finish"),
         ("commit", "commit"),
-        ("reset_prefix_cache", "cache"),
     ],
 )
 def test_a_replica_that_fails_after_start_is_fenced_and_the_others_commit(

@@ -22,6 +22,7 @@ class SyncEngine(FakeEngine):
 
     Attributes:
         turns: The calls of each turn of its actor.
+        busy_after: A call behind whose turn a request runs until `idle`.
     """
 
     pausable = False
@@ -29,6 +30,7 @@ class SyncEngine(FakeEngine):
     def __init__(self, label: str) -> None:
         super().__init__(label)
         self.turns: list[list[str]] = []
+        self.busy_after: str | None = None
         self._turn = asyncio.Lock()
 
     def supports(self, verb: str) -> bool:
@@ -53,7 +55,12 @@ class SyncEngine(FakeEngine):
                     if self.dead:
                         raise
                     return ChainOutcome(answers=tuple(answers), failed_step=index, error=error)
+        if self.busy_after in self.turns[-1]:
+            await self._turn.acquire()
         return ChainOutcome(answers=tuple(answers))
+
+    def idle(self) -> None:
+        self._turn.release()
 
     def _told(self, nonce: str) -> dict[str, Any]:
         told = super()._told(nonce)
@@ -76,11 +83,22 @@ def test_from_mark_to_cache_it_is_one_turn_of_the_actor() -> None:
         fleet, sync = await mixed()
         report = await fleet.send(1)
         assert report.committed == ("r0", "r1")
-        assert sync.turns == [["inspect"], ["see"], ["plan"], ["inspect"], TURN, ["inspect"]]
+        assert sync.turns == [["inspect"], ["see"], ["plan"], ["inspect"], TURN]
         assert (sync.version, sync.weights) == ("1", fleet.stores.committed)
         assert report.replicas[1].pause_s == 0
         assert report.replicas[1].phases_s["update"] > 0
         assert any("r1" in each and "no pause" in each for each in report.missing)
+
+    run(story)
+
+
+def test_requests_that_are_queued_behind_its_turn_for_longer_than_any_deadline_cost_it_nothing() -> None:
+    async def story() -> None:
+        fleet, sync = await mixed()
+        sync.busy_after = "cache"
+        assert (await fleet.send(1)).committed == ("r0", "r1")
+        assert sync.turns[-1] == TURN
+        sync.idle()
 
     run(story)
 
@@ -90,7 +108,7 @@ def test_its_cache_is_touched_only_by_the_policy_that_says_so(cache: str) -> Non
     async def story() -> None:
         fleet, sync = await mixed(cache=cache)
         await fleet.send(1)
-        assert sync.turns[-2:] == [TURN[:-1], ["inspect"]]
+        assert sync.turns[-1] == TURN[:-1]
 
     run(story)
 
