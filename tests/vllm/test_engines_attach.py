@@ -68,5 +68,5 @@ def test_requests_in_flight_are_counted_and_finish(engine: Driver) -> None:
 
 
 def test_another_world_size_than_configured_is_refused_with_both(engine: Driver) -> None:
-    with pytest.raises(AttachError, match=rf"it has {engine.world_size} workers .* world_size=7"):
+    with pytest.raises(AttachError, match=rf"it has {engine.world_size} workers .*world_size=7"):
         attached(engine, world_size=7)
