@@ -28,7 +28,7 @@ class CallFailure:
     Attributes:
         message: The engine's own words, or ours when it never answered.
         kind: ``"raised"`` (it answered with an error), ``"died"`` (its process is gone),
-            ``"unanswered"`` (no answer within the limit; it may still come).
+            ``"unanswered"`` (no answer within the limit; it may still come), ``"out_of_step"`` (its answers belong to earlier calls).
         elapsed_s: Seconds from the call to this verdict.
     """
 

@@ -61,7 +61,7 @@ async def members_of(snapshot: Snapshot, roster: Roster, staging: Staging, timeo
             snapshot.notes.append(f"{name} left out: {failed}")
             continue
         culprits[name] = failed
-        if failed.failure.kind == "died":
+        if failed.failure.kind in ("died", "out_of_step"):  # neither can be mended: the next call leaves it out
             replica.happen(ReplicaEvent.FAIL, error=str(failed))
     roster.changed()
     if culprits:

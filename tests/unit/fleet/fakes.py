@@ -61,6 +61,7 @@ class FakeEngine:
         self.epoch = 0
         self.cache_answer: Any = True
         self.loses_bytes = False
+        self.out_of_step = False
         self._received: dict[str, Any] | None = None
 
     pausable = True
@@ -141,7 +142,7 @@ class FakeEngine:
 
     def _told(self, nonce: str) -> dict[str, Any]:
         worker = {
-            "nonce": nonce,
+            "nonce": "an earlier question's" if self.out_of_step else nonce,
             "rank": 0,
             "world_size": 1,
             "package_version": VERSION_OF_THE_PACKAGE,

@@ -280,10 +280,25 @@ def test_when_the_only_replica_is_gone_the_error_says_so() -> None:
     async def story() -> None:
         fleet = await FakeFleet(1).attach()
         fleet.engines[0].dead = True
-        with pytest.raises(RoundAborted, match="r0 is gone"):
+        with pytest.raises(RoundAborted, match="r0 is gone or to be replaced"):
             await fleet.send(1)
         with pytest.raises(FleetTorn):
             await fleet.send(1)
+
+    run(story)
+
+
+def test_an_engine_out_of_step_aborts_once_and_is_then_left_out_and_never_healed() -> None:
+    async def story() -> None:
+        fleet = await FakeFleet(2).attach()
+        fleet.engines[1].out_of_step = True
+        with pytest.raises(RoundAborted, match="out of step") as caught:
+            await fleet.send(1)
+        assert caught.value.replicas == ("r1",)
+        assert fleet.coordinator.status().serving == ("r0",)
+        fleet.forget_calls()
+        assert (await fleet.send(1)).committed == ("r0",)
+        assert set(fleet.engines[1].calls) == {"inspect"}
 
     run(story)
 
