@@ -5,7 +5,8 @@ measured on Ray 2.60:
 
 * ``__ray_call__`` works on any actor, unchanged. In an async actor it runs on a thread beside the event loop, one call after the other.
 * The group ``_ray_system`` exists in every actor. In an async or threaded one it answers even while requests hold every slot of
-  ``max_concurrency``. In a sync actor it waits its turn like any other call. A group that does not exist **kills the actor**.
+  ``max_concurrency``. In a sync actor it runs on a thread of its own, which may meet a request's. A group that does not exist
+  **kills the actor**.
 * ``max_task_retries=0`` as a call's option wins over the actor's and over ``@ray.method``'s, and stops ``retry_exceptions`` too. A call
   that takes part in an update must not run twice, so every call here sets it.
 * What travels by value costs 0.4 ms to pickle (6 kB), and a call on a held engine takes 1.9 ms in all, against 0.9 ms for a method of the
@@ -199,11 +200,16 @@ class ActorChannel:
         return _outcome(await self._on_engine_loop(plan))
 
     async def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Run ``function(actor, *args)`` in the actor's process, beside its calls, and return what it returns.
+        """Run ``function(actor, *args)`` in the actor's process, and return what it returns.
+
+        Beside the actor's calls, or, once the engine is known to be synchronous, in its turn among them: a synchronous ``LLM`` talks to
+        its core through sockets that end the process when two threads use them.
 
         It travels by value with its module, which must not need anything that the engine's process lacks. It must not wait, nor be async.
         """
-        return await self.handle.__ray_call__.options(**_beside()).remote(_by_value(function), *args)
+        in_turn = self._shape is not None and not self._shape.is_async
+        options = dict(_ONCE) if in_turn else _beside()
+        return await self.handle.__ray_call__.options(**options).remote(_by_value(function), *args)
 
     async def _on_engine_loop(self, plan: list[Any]) -> dict[str, Any]:
         token = uuid.uuid4().hex

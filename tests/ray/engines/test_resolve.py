@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 import time
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +15,12 @@ import pytest
 import ray
 from engine_actors import Counter, Foreign, Gate, Holder, Lacking, Mixed, MixedEmpty, MixedLate, MixedSync, Own, SyncHolder
 
+from ray_weightsync.engines.inspect import ask
 from ray_weightsync.engines.ref import EngineRef, as_refs
 from ray_weightsync.engines.resolve import Engine, inspect, resolve, resolve_all
 from ray_weightsync.errors import AttachError, ConfigError, EngineCallError
 from ray_weightsync.protocol.channel import FINISH, INIT, PAUSE, RESUME, SET_VERSION, START, UPDATE
+from ray_weightsync.protocol.ray_channel import ActorChannel
 from ray_weightsync.worker.updates import package_version
 
 LIMIT_S = 60.0
@@ -309,3 +313,47 @@ class TestMixin:
             ray.remote(Mixed).remote()
         with pytest.raises(ValueError, match="concurrency_groups"):
             ray.remote(Mixed).options(concurrency_groups=Mixed.concurrency_groups)
+
+
+def test_a_synchronous_engine_is_never_called_beside_its_actors_own_thread() -> None:
+    """The sockets of a real one end the process when two threads use them."""
+
+    class ThreadBound:
+        vllm_config = types.SimpleNamespace(parallel_config=types.SimpleNamespace(world_size=1))
+
+        def __init__(self) -> None:
+            self._thread = threading.get_ident()
+            self.strangers: list[str] = []
+
+        def _used(self) -> None:
+            if threading.get_ident() != self._thread:
+                self.strangers.append(threading.current_thread().name)
+
+        def init_weight_transfer_engine(self, request: Any) -> None:
+            self._used()
+
+        start_weight_update = update_weights = finish_weight_update = init_weight_transfer_engine
+
+        def get_weight_version(self) -> str:
+            self._used()
+            return "v1"
+
+    class ThreadBoundHolder:
+        def __init__(self) -> None:
+            self.llm = ThreadBound()
+
+        def strangers(self) -> list[str]:
+            return self.llm.strangers
+
+    actor: Any = ray.remote(ThreadBoundHolder).options(num_cpus=0).remote()
+
+    async def story() -> None:
+        channel = ActorChannel(actor, label="r0", attr="llm")
+        await channel.probe()
+        for number in range(5):
+            facts = await ask(channel, f"nonce-{number}", limit_s=LIMIT_S)
+            assert (facts.kind, facts.version) == ("sync", "v1")
+
+    asyncio.run(story())
+    assert ray.get(actor.strangers.remote(), timeout=LIMIT_S) == []
+    ray.kill(actor)
