@@ -16,7 +16,6 @@ from ray_weightsync.protocol.messages import Payload, plain, plain_args
 
 WEIGHT_INFO = "weight_info"
 SERVER_INFO = "server_info"
-RESET_MM_CACHE = "reset_mm_cache"
 
 NOTHING = object()
 """Stands for an empty body."""
@@ -149,8 +148,8 @@ def _server_info() -> Exchange:
     return _get("server_info", read, params={"config_format": "json"})
 
 
-def _reset_mm_cache() -> Exchange:
-    return _post("reset_mm_cache", _empty)
+def _reset_cache(path: str) -> Callable[[], Exchange]:
+    return lambda: _post(path, _empty)
 
 
 def _get(path: str, read: Callable[[Any], Any], params: Mapping[str, str] | None = None) -> Exchange:
@@ -181,7 +180,8 @@ ROUTES: Mapping[str, Callable[..., Exchange]] = {
     verbs.SET_VERSION: _set_version,
     verbs.RESET_PREFIX_CACHE: _reset_prefix_cache,
     verbs.COLLECTIVE_RPC: _collective_rpc,
-    RESET_MM_CACHE: _reset_mm_cache,
+    verbs.RESET_MM_CACHE: _reset_cache("reset_mm_cache"),
+    verbs.RESET_ENCODER_CACHE: _reset_cache("reset_encoder_cache"),
     verbs.WORLD_SIZE: _world_size,
     WEIGHT_INFO: _weight_info,
     SERVER_INFO: _server_info,

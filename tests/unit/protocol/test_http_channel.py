@@ -72,7 +72,8 @@ class TestVerbs:
                 [{"rank": 0}, None, "7"],
             ),
             (http_routes.WEIGHT_INFO, (), {}, "GET /weight_info", {}, None, {"weight_version": "default"}),
-            (http_routes.RESET_MM_CACHE, (), {}, "POST /reset_mm_cache", {}, None, None),
+            (verbs.RESET_MM_CACHE, (), {}, "POST /reset_mm_cache", {}, None, None),
+            (verbs.RESET_ENCODER_CACHE, (), {}, "POST /reset_encoder_cache", {}, None, None),
         ],
     )
     def test_each_verb_is_sent_the_way_vllm_has_it(
@@ -133,7 +134,7 @@ class TestAnswers:
             (verbs.WORLD_SIZE, (), "GET /get_world_size", {"world_size": True}),
             (verbs.RESET_PREFIX_CACHE, (), "POST /reset_prefix_cache", None),
             (verbs.COLLECTIVE_RPC, ("m",), "POST /collective_rpc", {"results": {}}),
-            (http_routes.RESET_MM_CACHE, (), "POST /reset_mm_cache", b"<html>"),
+            (verbs.RESET_MM_CACHE, (), "POST /reset_mm_cache", b"<html>"),
             (http_routes.SERVER_INFO, (), "GET /server_info", {"vllm_config": "a text"}),
         ],
     )
