@@ -29,6 +29,7 @@ RIGHT_ANSWERS: dict[str, Any] = {
     "POST /collective_rpc": {"results": [{"rank": 0}, None, "7"]},
     "GET /server_info": {"vllm_config": {"instance_id": "abc"}, "vllm_env": {}, "system_env": {}},
     "POST /reset_mm_cache": None,
+    "POST /reset_encoder_cache": None,
 }
 """What vLLM 0.32 answers. None is an empty body."""
 
