@@ -147,7 +147,7 @@ class Coordinator:
             snapshot.preflight = self._spawn(self._members(snapshot))
         self._spawn(self._give_up_after(snapshot, limit_s))
         progress_bytes = self._settings.transport.bucket_bytes
-        return Ticket(snapshot=snapshot_id, address=snapshot.address, progress_bytes=progress_bytes, limit_s=limit_s)
+        return Ticket(snapshot=snapshot_id, address=snapshot.address, progress_bytes=progress_bytes)
 
     def _plan(self, digest: str, wire: dict[str, Any] | None) -> Plan:
         if digest not in self._plans:

@@ -29,13 +29,11 @@ class Ticket:
         snapshot: The snapshot's id.
         address: Where to write it (see `ray_weightsync.transports.host.layout`).
         progress_bytes: How often progress is to be made visible.
-        limit_s: Seconds until the coordinator gives the snapshot up.
     """
 
     snapshot: str
     address: dict[str, Any]
     progress_bytes: int
-    limit_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
