@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from ray_weightsync.protocol.chain import StepByStep
 from ray_weightsync.protocol.channel import REQUIRED_VERBS, unsupported
 from ray_weightsync.protocol.client import VLLMWeightSyncClient
 
 
-class ClientChannel:
+class ClientChannel(StepByStep):
     """Calls a synchronous client on threads, one call at a time: such clients hold connections that are not thread-safe."""
 
     def __init__(self, client: VLLMWeightSyncClient, *, label: str) -> None:

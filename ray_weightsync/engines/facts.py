@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from ray_weightsync.protocol.remote import identity
+
 EngineKind = Literal["async", "sync", "torch", "http", "client"]
 
 RWS_BACKEND = "rws"
@@ -81,6 +83,7 @@ class EngineFacts:
         data_parallel_index: Which data-parallel engine of its deployment it is.
         incarnation: Changes when the process or the engine in it is a new one, also behind the same actor handle or URL.
         node_id: Ray's id of the node that its actor runs on.
+        actor_id: Ray's id of its actor.
         backend: Name of its weight-transfer backend; None also when it has none.
         version: Its version label.
         paused: Whether generation is paused (or the engine sleeps; vLLM does not tell these apart).
@@ -101,6 +104,7 @@ class EngineFacts:
     data_parallel_size: int | None = None
     data_parallel_index: int | None = None
     node_id: str | None = None
+    actor_id: str | None = None
     pid: int | None = None
     incarnation: str | None = None
     backend: str | None = None
@@ -136,9 +140,9 @@ def facts_of(told: Mapping[str, Any], nonce: str) -> EngineFacts:
         data_parallel_size=data,
         data_parallel_index=told.get("data_parallel_index"),
         node_id=told.get("node_id"),
+        actor_id=told.get("actor_id"),
         pid=told.get("pid"),
-        # Either alone is not enough: an actor may build a new engine in its old process, and vLLM's own id is five characters.
-        incarnation="/".join(str(told[key]) for key in ("worker_id", "instance_id") if told.get(key)) or None,
+        incarnation=identity(told.get("worker_id"), told.get("instance_id")),
         backend=told.get("backend"),
         version=version if isinstance(version, str) and version else None,
         paused=paused if isinstance(paused, bool) else None,

@@ -8,23 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-import types
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
-
-import ray.cloudpickle
 
 from ray_weightsync.engines import told as told_in_actor
 from ray_weightsync.engines.facts import DESCRIBE, INSPECT, RWS_BACKEND, EngineFacts, facts_of
 from ray_weightsync.engines.vllm_args import WORKER_EXTENSION
 from ray_weightsync.errors import CallFailure, EngineCallError, UnsupportedError
-from ray_weightsync.protocol import remote
 from ray_weightsync.protocol.channel import COLLECTIVE_RPC, GET_VERSION, IS_PAUSED, WORLD_SIZE, Channel
 from ray_weightsync.protocol.http_channel import HTTPCallError, HTTPChannel
 from ray_weightsync.protocol.http_routes import SERVER_INFO
-from ray_weightsync.protocol.ray_channel import SLICE_S, ActorChannel
-from ray_weightsync.protocol.reading import ENGINE_DEAD, EngineRaised, EngineRestarted, died, words
+from ray_weightsync.protocol.ray_channel import ActorChannel
+from ray_weightsync.protocol.reading import ENGINE_DEAD, EngineRaised, died, words
 
 
 async def ask(channel: Channel, nonce: str, *, limit_s: float) -> EngineFacts:
@@ -92,21 +88,12 @@ def has_own_inspect(channel: Channel) -> bool:
 
 
 async def _told_by_actor(channel: ActorChannel, nonce: str) -> dict[str, Any]:
-    by_value: Callable[[types.ModuleType], None] = ray.cloudpickle.register_pickle_by_value
-    by_value(remote)  # `told` uses it; the actor's process need have neither
     token = uuid.uuid4().hex
-    began = time.monotonic()
-    told = await channel.run(told_in_actor.tell, channel.attr or "", token, SLICE_S, nonce)
-    while told is None:
-        await asyncio.sleep(min(1.0, (time.monotonic() - began) * 0.005))
-        try:
-            told = await channel.run(remote.poll, token, SLICE_S)
-        except LookupError as error:
-            raise EngineRestarted("the actor's process was replaced while it was asked what it is") from error
+    told = await channel.run_long(told_in_actor.tell, token, nonce, doing="while it was asked what it is")
     if "failed" not in told:
         # Only its own methods reach the engine: they take a request slot each, which is all that such an actor offers.
         await _ask_methods(channel, told, nonce)
-    return dict(told)
+    return told
 
 
 async def _ask_methods(channel: ActorChannel, told: dict[str, Any], nonce: str) -> None:
@@ -120,11 +107,6 @@ async def _ask_methods(channel: ActorChannel, told: dict[str, Any], nonce: str) 
         told["workers"] = await channel.call(COLLECTIVE_RPC, DESCRIBE, args=(nonce,))
 
 
-async def server_identity(channel: HTTPChannel) -> str | None:
-    """Which server answers at the channel's URL now; equal to ``EngineFacts.incarnation``."""
-    return _identity(await channel.call(SERVER_INFO))
-
-
 async def _told_by_server(channel: HTTPChannel, nonce: str) -> dict[str, Any]:
     info = await channel.call(SERVER_INFO)
     config = info["vllm_config"]
@@ -136,7 +118,7 @@ async def _told_by_server(channel: HTTPChannel, nonce: str) -> dict[str, Any]:
         "data_parallel_size": parallel.get("data_parallel_size"),
         "data_parallel_index": parallel.get("data_parallel_index"),
         "num_workers": await channel.call(WORLD_SIZE, include_dp=False),
-        "instance_id": _identity(info),
+        "instance_id": config.get("instance_id"),
         "backend": _part(config, "weight_transfer_config").get("backend"),
         "kv_connector": _part(config, "kv_transfer_config").get("kv_connector"),
         "vllm_version": _part(info, "system_env").get("vllm_version"),
@@ -152,10 +134,6 @@ async def _told_by_server(channel: HTTPChannel, nonce: str) -> dict[str, Any]:
                 raise
             told["failed"]["collective_rpc"] = {"type_name": "HTTPCallError", "names": (), "text": str(error), "trace": ""}
     return told
-
-
-def _identity(info: Mapping[str, Any]) -> str | None:
-    return info["vllm_config"].get("instance_id") or None
 
 
 def _part(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -16,7 +16,7 @@ import ray
 from ray_weightsync.engines.facts import CONTROL_GROUP
 from ray_weightsync.engines.told import look, read
 from ray_weightsync.protocol.channel import unsupported
-from ray_weightsync.protocol.remote import loop_of, resolve
+from ray_weightsync.protocol.remote import halt, loop_of, resolve, run_on_loop, successor_of
 
 
 class EngineMixin:
@@ -130,6 +130,23 @@ class EngineMixin:
         told = look(self, self.engine_attr)
         engine = self._rws_engine()
         return dict(await self._rws_where_it_lives(engine, lambda: read(engine, told, nonce)))
+
+    @ray.method(concurrency_group=CONTROL_GROUP)
+    async def get_num_unfinished_requests(self) -> int:
+        return int(await self._rws_call("get_num_unfinished_requests"))
+
+    @ray.method(concurrency_group=CONTROL_GROUP)
+    async def rws_chain(self, token: str, steps: Any, incarnation: str | None) -> dict[str, Any]:
+        """Carry out several of the protocol's calls; see `ray_weightsync.protocol.channel.Channel.call_chain`."""
+        if (other := successor_of(self, self.engine_attr, incarnation)) is not None:
+            return {"restarted": other}
+        engine = self._rws_engine()
+        return dict(await self._rws_where_it_lives(engine, lambda: run_on_loop(engine, token, steps)))
+
+    @ray.method(concurrency_group=CONTROL_GROUP)
+    async def rws_halt_chain(self, token: str, limits_s: list[float]) -> tuple[int, float] | None:
+        """Let a chain that is late begin no further step; see `ray_weightsync.protocol.channel.Channel.halt_chain`."""
+        return halt(self, token, limits_s)
 
     async def rws_actor_loop(self) -> None:
         """Note the loop that the actor's own methods run on. Not in the control group: that is the point."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 from ray_weightsync.errors import ConfigError
 from ray_weightsync.protocol.client import VLLMWeightSyncClient
-from ray_weightsync.protocol.urls import as_secret, base_url
+from ray_weightsync.protocol.urls import ENV, as_secret, base_url
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -36,7 +36,9 @@ class EngineRef:
         namespace: Ray namespace of a named actor; by default the one of the process that attaches.
         world_size: Workers you expect behind it (TP x PP x DP). The engine is believed; a difference is an error that says both.
         deployment: Name shared by engines that are data-parallel parts of one deployment.
-        api_key: Bearer token of a server. In no repr and no error.
+        api_key: ``"env:NAME"``: the bearer token of a server is in the environment variable NAME of the process that makes the requests,
+            in a session the coordinator (an actor has the environment in which Ray was started). The token itself is refused: a
+            reference travels as a task's argument, and Ray stores and may show what it carries.
         verify: TLS verification of a server: True, False, or the path of a CA bundle.
 
     Raises:
@@ -49,7 +51,7 @@ class EngineRef:
     namespace: str | None = field(default=None, kw_only=True)
     world_size: int | None = field(default=None, kw_only=True)
     deployment: str | None = field(default=None, kw_only=True)
-    api_key: str | None = field(default=None, kw_only=True, repr=False)
+    api_key: str | None = field(default=None, kw_only=True)
     verify: bool | str = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -80,6 +82,12 @@ class EngineRef:
                 raise ConfigError(f"EngineRef.{name} means nothing for {_KINDS[kind]}")
         if kind == "url":
             normalised_url(self)
+            if self.api_key is not None and not (isinstance(self.api_key, str) and self.api_key.startswith(ENV)):
+                raise ConfigError(
+                    "EngineRef.api_key must be None or 'env:NAME'; a token itself is not accepted, because a session sends the reference "
+                    "to another process, and Ray stores and may show what it carries",
+                    hint="set a variable where Ray is started on the coordinator's node, and give its name",
+                )
             as_secret("EngineRef.api_key", self.api_key)
 
 

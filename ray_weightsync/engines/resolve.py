@@ -15,9 +15,9 @@ import ray
 
 from ray_weightsync.engines.client_channel import ClientChannel
 from ray_weightsync.engines.facts import RWS_BACKEND, EngineFacts
-from ray_weightsync.engines.inspect import ask, has_own_inspect, server_identity
+from ray_weightsync.engines.inspect import ask, has_own_inspect
 from ray_weightsync.engines.ref import EngineLike, EngineRef, as_ref, as_refs, kind_of, normalised_url, shown
-from ray_weightsync.errors import AttachError, EngineCallError, WeightSyncError
+from ray_weightsync.errors import AttachError, ConfigError, EngineCallError, WeightSyncError
 from ray_weightsync.protocol.channel import Channel
 from ray_weightsync.protocol.fanout import fan_out
 from ray_weightsync.protocol.http_channel import HTTPChannel
@@ -194,7 +194,12 @@ async def _channel(ref: EngineRef, label: str) -> Channel:
     if kind == "client":
         return ClientChannel(ref.target, label=label)  # type: ignore[arg-type]
     if kind == "url":
-        return HTTPChannel(normalised_url(ref), label=label, api_key=ref.api_key, verify=ref.verify)
+        try:
+            return HTTPChannel(normalised_url(ref), label=label, api_key=ref.api_key, verify=ref.verify)
+        except ConfigError as error:
+            raise AttachError(
+                f"{label} ({shown(ref)}) cannot be attached: {error.message}", phase=PHASE, replicas=(label,), hint=error.hint
+            ) from error
     handle = ref.target
     if kind == "name":
         namespace = ref.namespace or ray.get_runtime_context().namespace
@@ -213,7 +218,7 @@ async def _channel(ref: EngineRef, label: str) -> Channel:
 
 async def _require_one_server(channel: HTTPChannel, facts: EngineFacts, ref: EngineRef, label: str) -> None:
     """Read the server's identity again, on new connections: behind a router, an update would reach one engine and its start another."""
-    found = {facts.incarnation, *[await server_identity(channel) for _ in range(IDENTITY_READS - 1)]}
+    found = {facts.incarnation, *[await channel.identity() for _ in range(IDENTITY_READS - 1)]}
     if len(found) > 1:
         raise AttachError(
             f"{label} ({shown(ref)}) is not one server: {IDENTITY_READS} reads of its identity gave {', '.join(sorted(map(str, found)))}",

@@ -19,18 +19,18 @@ from typing import Any
 from ray_weightsync.engines.facts import DESCRIBE, RWS_BACKEND
 from ray_weightsync.engines.vllm_args import WORKER_EXTENSION
 from ray_weightsync.protocol.channel import KNOWN_VERBS, REQUIRED_VERBS
+from ray_weightsync.protocol.remote import config_of, described, loop_of, poll, ray_context, source, unanswered
 from ray_weightsync.protocol.remote import describe as describe_shape
-from ray_weightsync.protocol.remote import described, holders, loop_of, poll, unanswered
-from ray_weightsync.protocol.remote import resolve as engine_in
 
 
 def look(actor: Any, path: str) -> dict[str, Any]:
     """What the actor, and the engine that it holds in ``path`` (``""`` if it is one itself), show without being called."""
     told = describe_shape(actor, path, REQUIRED_VERBS, KNOWN_VERBS)
-    told.update(kind="async", extension=False, pid=os.getpid(), worker_id=None, node_id=None, backend=None, data_parallel_size=None)
+    told.update(kind="async", extension=False, pid=os.getpid(), worker_id=None, node_id=None, actor_id=None)
+    told.update(backend=None, data_parallel_size=None)
     context = ray_context()
     if context is not None:
-        told.update(worker_id=context.get_worker_id(), node_id=context.get_node_id())
+        told.update(worker_id=context.get_worker_id(), node_id=context.get_node_id(), actor_id=context.get_actor_id())
     if not told["found"] or not set(REQUIRED_VERBS) <= set(told["verbs"]):
         return told
     engine = source(actor, path)
@@ -44,21 +44,6 @@ def look(actor: Any, path: str) -> dict[str, Any]:
     own = getattr(config.parallel_config, "worker_extension_cls", None)
     told["extension"] = told["backend"] == RWS_BACKEND and has_extension(own)
     return told
-
-
-def source(actor: Any, path: str) -> Any:
-    """The object to be asked: what ``path`` names, or, where the actor's own methods only hand on, the one engine that it holds."""
-    engine = engine_in(actor, path)
-    if path or config_of(engine) is not None:
-        return engine
-    held = holders(actor, REQUIRED_VERBS)
-    return getattr(actor, held[0]) if len(held) == 1 else engine
-
-
-def config_of(engine: Any) -> Any:
-    """vLLM's configuration of an ``AsyncLLM`` or ``LLM``; None if it has none."""
-    config = getattr(engine, "vllm_config", None) or getattr(getattr(engine, "llm_engine", None), "vllm_config", None)
-    return config if hasattr(config, "parallel_config") else None
 
 
 def configured(config: Any) -> dict[str, Any]:
@@ -131,7 +116,7 @@ async def settled(answer: Any) -> Any:
     return await answer if inspect.isawaitable(answer) else answer
 
 
-def tell(actor: Any, path: str, token: str, wait_s: float, nonce: str) -> dict[str, Any] | None:
+def tell(actor: Any, path: str, token: str, nonce: str, wait_s: float) -> dict[str, Any] | None:
     """`look` and `read` from a thread of the actor's process: all of it, or None when the engine has not answered within ``wait_s``
     (then `remote.poll` fetches the rest by ``token``).
 
@@ -149,9 +134,3 @@ def tell(actor: Any, path: str, token: str, wait_s: float, nonce: str) -> dict[s
         return told
     unanswered()[token] = asyncio.run_coroutine_threadsafe(read(engine, told, nonce), loop)
     return poll(actor, token, wait_s)
-
-
-def ray_context() -> Any:
-    """Ray's context of this process, or None where Ray is not loaded or not connected (a test without it)."""
-    ray = sys.modules.get("ray")
-    return ray.get_runtime_context() if ray is not None and ray.is_initialized() else None

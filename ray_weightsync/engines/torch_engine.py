@@ -19,7 +19,7 @@ from ray_weightsync.engines.facts import CONTROL_GROUP, RWS_BACKEND
 from ray_weightsync.engines.torch_gate import EngineDeadError, StepGate
 from ray_weightsync.engines.torch_loader import ModuleLoader, tensors_by_name
 from ray_weightsync.protocol.channel import KNOWN_VERBS
-from ray_weightsync.protocol.remote import described
+from ray_weightsync.protocol.remote import described, halt, run_here
 from ray_weightsync.transports.host.receiver import HostReceiver
 from ray_weightsync.worker.updates import RESIDENT, SoleRank, WorkerUpdates, package_version
 
@@ -229,6 +229,7 @@ class TorchEngineActor:
             "data_parallel_size": 1,
             "data_parallel_index": 0,
             "node_id": context.get_node_id(),
+            "actor_id": context.get_actor_id(),
             "pid": os.getpid(),
             "worker_id": context.get_worker_id(),
             "instance_id": None,
@@ -247,6 +248,16 @@ class TorchEngineActor:
         except EngineDeadError as error:
             told["failed"]["collective_rpc"] = described(error)
         return told
+
+    @ray.method(concurrency_group=CONTROL_GROUP)
+    def rws_chain(self, token: str, steps: Any, incarnation: str | None) -> dict[str, Any]:
+        """Carry out several of the protocol's calls; see `ray_weightsync.protocol.channel.Channel.call_chain`."""
+        return run_here(self, "", token, steps, incarnation)
+
+    @ray.method(concurrency_group=CONTROL_GROUP)
+    def rws_halt_chain(self, token: str, limits_s: list[float]) -> tuple[int, float] | None:
+        """Let a chain that is late begin no further step; see `ray_weightsync.protocol.channel.Channel.halt_chain`."""
+        return halt(self, token, limits_s)
 
     @ray.method(concurrency_group=CONTROL_GROUP)
     def wait_frozen(self, num: int, timeout_s: float = 30.0) -> bool:

@@ -14,8 +14,9 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray_weightsync.engines.ref import EngineRef
 from ray_weightsync.engines.resolve import resolve_all
 from ray_weightsync.errors import AttachError, ConfigError, SessionConflict, WeightSyncError
-from ray_weightsync.fleet.coordinator import Coordinator, PlanUnknown
+from ray_weightsync.fleet.coordinator import Coordinator
 from ray_weightsync.fleet.replica import Replica
+from ray_weightsync.fleet.rounds import PlanUnknown
 from ray_weightsync.fleet.snapshots import RayStores
 from ray_weightsync.fleet.turns import Busy
 from ray_weightsync.fleet.values import Sealed, Settings, Ticket
@@ -45,20 +46,18 @@ class _CoordinatorActor:
     ) -> Ticket | None:
         """None asks for the plan itself."""
         try:
-            return await self._coordinator.open_snapshot(
-                snapshot_id, version, plan_digest=plan_digest, plan=plan, node_id=node_id, busy=busy
-            )
+            return await self._coordinator.rounds.open(snapshot_id, version, plan_digest=plan_digest, plan=plan, node_id=node_id, busy=busy)
         except PlanUnknown:
             return None
 
     async def seal(self, snapshot_id: str, sealed: Sealed, keep_turn: bool) -> None:
-        await self._coordinator.seal(snapshot_id, sealed, keep_turn=keep_turn)
+        await self._coordinator.rounds.seal(snapshot_id, sealed, keep_turn=keep_turn)
 
     async def abandon(self, snapshot_id: str, why: str) -> None:
-        await self._coordinator.abandon(snapshot_id, why)
+        await self._coordinator.rounds.abandon(snapshot_id, why)
 
     async def commit(self, snapshot_id: str, sealed: Sealed | None, holds_turn: bool) -> SyncReport:
-        return await self._coordinator.commit(snapshot_id, sealed=sealed, holds_turn=holds_turn)
+        return await self._coordinator.rounds.commit(snapshot_id, sealed=sealed, holds_turn=holds_turn)
 
     async def status(self) -> FleetStatus:
         return self._coordinator.status()

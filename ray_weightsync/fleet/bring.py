@@ -6,29 +6,30 @@
     start, update, finish, outcome    barrier: all attested or fenced      a failure: that replica is fenced, the others go on
     commit (label), cache, resume     each on its own
 
-From *mark* to *commit* an engine's version label is a tombstone: the engine itself is the durable record that its weights
-are torn or not committed, whoever dies meanwhile.
+Each line is one chain of calls: one trip to an engine whose actor carries it out by itself. From *mark* to *commit* an engine's version
+label is a tombstone: the engine itself is the durable record that its weights are torn or not committed, whoever dies meanwhile.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from ray_weightsync.errors import CallFailure
-from ray_weightsync.fleet.fence import fence, same_process
+from ray_weightsync.fleet.fence import fence
 from ray_weightsync.fleet.putback import put_back
 from ray_weightsync.fleet.replica import Replica
 from ray_weightsync.fleet.round import Aborted, Member, RoundSpec
 from ray_weightsync.fleet.states import ReplicaEvent
-from ray_weightsync.fleet.steps import StepFailed, Timeline, chain, step
+from ray_weightsync.fleet.steps import Call, StepFailed, Timeline, chain
 from ray_weightsync.protocol.channel import (
     FINISH,
+    GET_VERSION,
     INIT,
+    IS_PAUSED,
     PAUSE,
     RESET_ENCODER_CACHE,
     RESET_MM_CACHE,
@@ -36,6 +37,7 @@ from ray_weightsync.protocol.channel import (
     RESUME,
     SET_VERSION,
     START,
+    UNFINISHED,
     UPDATE,
 )
 from ray_weightsync.protocol.fanout import fan_out
@@ -49,7 +51,7 @@ class Bring:
     spec: RoundSpec
     replicas: list[Replica]
     expected: Callable[[], Awaitable[dict[str, Any]]]
-    """What the workers must have received; awaited between finish and outcome (while bytes still flow, it waits for the seal)."""
+    """What the workers must have received, once the snapshot is sealed. Awaited before *start*; with ``overlap``, before *outcome*."""
     on_phase: Callable[[str], None] = lambda phase: None
     timeline: Timeline = field(default_factory=Timeline)
 
@@ -57,15 +59,16 @@ class Bring:
         """Bring every replica to the snapshot, and say how each fared.
 
         Raises:
-            Aborted: if not every replica could be paused and marked; they were put back as found.
+            Aborted: if not every replica could be paused and marked, or the snapshot was not sealed; all were put back as found.
         """
         members = [Member.found(replica) for replica in self.replicas]
         timeouts = self.spec.timeouts
         self.on_phase("pause")
         await self._each(members, self._pause_and_mark, "pause", timeouts.pause_s + timeouts.commit_s)
-        if any(member.failed for member in members):
+        culprits = {member.replica.id: member.failed for member in members if member.failed} or await self._unsealed()
+        if culprits:
             self.on_phase("abort")
-            await self._put_all_back(members)
+            await self._put_all_back(members, culprits)
 
         self.on_phase("update")
         for member in members:
@@ -81,18 +84,34 @@ class Bring:
 
     async def _pause_and_mark(self, member: Member) -> None:
         channel, timeouts = member.replica.engine.channel, self.spec.timeouts
+        calls = []
         if channel.supports(PAUSE):
+            # In the same trip, so that nobody can come between the answers and the pause.
+            calls = [Call("pause", timeouts.preflight_s, verb) for verb in (IS_PAUSED, GET_VERSION) if channel.supports(verb)]
             # Asked for even where it is paused already, which changes nothing: its owner may resume it at any moment.
             mode = "keep" if member.paused_as_found else self.spec.pause
-            member.pause_asked_at = time.monotonic()
             # Success is the return of the call; clear_cache=False, since an aborted round must not cost anyone a cache.
-            await self._step(member, "pause", PAUSE, mode=mode, clear_cache=False, limit_s=timeouts.pause_s)
-        if channel.supports(SET_VERSION) and not self._in_one_call(member):
-            member.marked = True
-            await self._step(member, "mark", SET_VERSION, self.spec.tombstone, limit_s=timeouts.commit_s)
+            calls.append(Call("pause", timeouts.pause_s, PAUSE, kwargs={"mode": mode, "clear_cache": False}))
+            member.pause_asked_at = time.monotonic()
+        if channel.supports(SET_VERSION) and not self._in_one_turn(member):
+            calls.append(Call("mark", timeouts.commit_s, SET_VERSION, (self.spec.tombstone,)))
+        try:
+            member.found_again(await self._chain(member, "pause", calls))
+        except StepFailed as failed:
+            member.marked = failed.phase == "mark" or failed.goes_on
+            raise
+        member.marked = any(call.phase == "mark" for call in calls)
 
-    async def _put_all_back(self, members: list[Member]) -> None:
-        culprits = {member.replica.id: member.failed for member in members if member.failed}
+    async def _unsealed(self) -> dict[str, StepFailed]:
+        """What became of the snapshot, if it is not sealed. Sealing ran beside the pause, and has a deadline of its own."""
+        if not self.spec.overlap:
+            try:
+                await self.expected()
+            except StepFailed as failed:
+                return {"sender": failed}
+        return {}
+
+    async def _put_all_back(self, members: list[Member], culprits: dict[str, StepFailed]) -> None:
         for member in members:
             member.failed = None
         act = partial(put_back, spec=self.spec, timeline=self.timeline)
@@ -103,103 +122,96 @@ class Bring:
 
     async def _apply(self, member: Member) -> None:
         timeouts, num_bytes = self.spec.timeouts, self.spec.num_bytes
-        if self._in_one_call(member):
-            await self._apply_in_one_call(member)
-            return
-        await self._step(member, "start", START, limit_s=timeouts.start_s)
-        await self._step(member, "update", UPDATE, self.spec.update, limit_s=timeouts.for_bytes("update", num_bytes))
-        await self._step(member, "finish", FINISH, limit_s=timeouts.for_bytes("finish", num_bytes))
-        await self._step(member, "outcome", INIT, await self._outcome(), limit_s=timeouts.attest_s)
+        calls = [
+            Call("start", timeouts.start_s, START),
+            Call("update", timeouts.for_bytes("update", num_bytes), UPDATE, (self.spec.update,)),
+            Call("finish", timeouts.for_bytes("finish", num_bytes), FINISH),
+        ]
+        if self._in_one_turn(member):
+            await self._apply_in_one_turn(member, [*calls, await self._outcome()])
+        elif self.spec.overlap:
+            await self._chain(member, "update", calls)
+            await self._chain(member, "outcome", [await self._outcome()])
+        else:
+            await self._chain(member, "update", [*calls, await self._outcome()])
 
-    async def _outcome(self) -> dict[str, Any]:
-        return {
+    async def _outcome(self) -> Call:
+        limit_s = self.spec.timeouts.attest_s
+        info = {
             "op": "outcome",
             "round": self.spec.round_id,
             "epoch": self.spec.epoch,
             "expected": await self.expected(),
             # The workers' own deadline for agreeing ends before ours, so that it is they who name the missing rank.
-            "limit_s": self.spec.timeouts.attest_s * 0.8,
+            "limit_s": limit_s * 0.8,
         }
+        return Call("outcome", limit_s, INIT, (info,))
 
-    def _in_one_call(self, member: Member) -> bool:
+    def _in_one_turn(self, member: Member) -> bool:
         """A synchronous LLM has no pause: what must not be interleaved with a request has to be one call of its actor."""
         return bool(member.replica.engine.facts.kind == "sync")
 
-    async def _apply_in_one_call(self, member: Member) -> None:
+    async def _apply_in_one_turn(self, member: Member, calls: list[Call]) -> None:
         """All of it in one turn of the actor, label and cache included: the next turn is a request's already.
 
         So this replica does not wait for the others to attest; under ``after_start="quarantine"`` they could not change its end.
         """
-        channel, spec = member.replica.engine.channel, self.spec
-        calls: list[tuple[str, tuple[str, tuple[Any, ...], dict[str, Any]]]] = [
-            ("start", (START, (), {})),
-            ("update", (UPDATE, (spec.update,), {})),
-            ("finish", (FINISH, (), {})),
-            ("outcome", (INIT, (await self._outcome(),), {})),
-        ]
-        if channel.supports(SET_VERSION):
-            calls = [("mark", (SET_VERSION, (spec.tombstone,), {})), *calls, ("commit", (SET_VERSION, (spec.label,), {}))]
-        if self._drops_caches(member):
-            calls.extend(("cache", (verb, (), {})) for verb in self._multimodal_resets(member))
-            calls.append(("cache", (RESET_PREFIX_CACHE, (), self._reset_options(member))))
-        answers = await chain(member.replica, "update", calls, limit_s=spec.apply_limit_s, timeline=self.timeline)
-        if "cache" in answers:
-            self._require_dropped(answers["cache"])
+        if member.replica.engine.channel.supports(SET_VERSION):
+            calls.insert(0, Call("mark", self.spec.timeouts.commit_s, SET_VERSION, (self.spec.tombstone,)))
+        # Before its first call the turn waits for requests: how long is for the deadline of all of it to say.
+        calls[0] = replace(calls[0], limit_s=self.spec.apply_limit_s)
+        self._require_dropped(member, await self._chain(member, "update", [*calls, *self._publication(member)]))
 
     # --- commit and after ---------------------------------------------------------------------------------------------------
 
     async def _commit(self, member: Member) -> None:
-        replica, timeouts = member.replica, self.spec.timeouts
-        channel = replica.engine.channel
-        # Of one that did it all in one turn, label, cache and proof are of one process; another call would wait behind its requests.
-        if not self._in_one_call(member):
-            if channel.supports(SET_VERSION):
-                await self._step(member, "commit", SET_VERSION, self.spec.label, limit_s=timeouts.commit_s)
-            # Beside one another: neither changes what the other finds, and every call here is part of the pause.
-            looking = same_process(member, "commit", limit_s=timeouts.commit_s, timeline=self.timeline)
-            results = await asyncio.gather(looking, self._drop_caches(member), return_exceptions=True)
-            for result in results:
-                if isinstance(result, BaseException):
-                    raise result
-        if self._drops_caches(member):
-            member.recomputed = replica.engine.facts.unfinished_requests
+        replica, calls = member.replica, []
+        if not self._in_one_turn(member):
+            calls = self._publication(member)
+            if self._drops_caches(member):
+                # Not in one chain with the resume: a reset may answer False, and then nothing may run.
+                self._require_dropped(member, await self._chain(member, "commit", calls))
+                calls = []
+        if member.resume_is_ours and replica.engine.channel.supports(RESUME):
+            calls.append(Call("resume", self.spec.timeouts.resume_s, RESUME))
+        await self._chain(member, calls[0].phase if calls else "commit", calls)
+        member.resumed_at = time.monotonic()
         replica.happen(ReplicaEvent.COMMIT)
-        replica.version, replica.attested = self.spec.label, True
-        if member.resume_is_ours and channel.supports(RESUME):
-            await self._step(member, "resume", RESUME, limit_s=timeouts.resume_s)
-            member.resumed_at = time.monotonic()
-        replica.fenced_by_us = False
+        replica.version, replica.attested, replica.fenced_by_us = self.spec.label, True, False
+
+    def _publication(self, member: Member) -> list[Call]:
+        """The label, and the end of what was computed with the old weights."""
+        limit_s, engine = self.spec.timeouts.commit_s, member.replica.engine
+        calls = [Call("commit", limit_s, SET_VERSION, (self.spec.label,))] if engine.channel.supports(SET_VERSION) else []
+        if self._drops_caches(member):
+            if engine.facts.is_multimodal:
+                resets = [verb for verb in (RESET_MM_CACHE, RESET_ENCODER_CACHE) if engine.channel.supports(verb)]
+                calls.extend(Call("cache", limit_s, verb) for verb in resets)
+            if engine.channel.supports(UNFINISHED):
+                calls.append(Call("count", limit_s, UNFINISHED))
+            options = {"reset_running_requests": True, "reset_connector": bool(engine.facts.kv_connector)}
+            calls.append(Call("cache", limit_s, RESET_PREFIX_CACHE, kwargs=options))
+        return calls
 
     def _drops_caches(self, member: Member) -> bool:
         """A `TorchEngine` keeps nothing between two requests."""
         engine = member.replica.engine
         return self.spec.cache == "recompute" and engine.facts.kind != "torch" and engine.channel.supports(RESET_PREFIX_CACHE)
 
-    def _multimodal_resets(self, member: Member) -> list[str]:
-        """Calls that drop what images became under the old weights."""
-        engine = member.replica.engine
-        return [verb for verb in (RESET_MM_CACHE, RESET_ENCODER_CACHE) if engine.facts.is_multimodal and engine.channel.supports(verb)]
-
-    def _reset_options(self, member: Member) -> dict[str, Any]:
-        return {"reset_running_requests": True, "reset_connector": bool(member.replica.engine.facts.kv_connector)}
-
-    async def _drop_caches(self, member: Member) -> None:
+    def _require_dropped(self, member: Member, answers: dict[str, Any]) -> None:
         if not self._drops_caches(member):
             return
-        limit_s = self.spec.timeouts.commit_s
-        for verb in self._multimodal_resets(member):
-            await self._step(member, "cache", verb, limit_s=limit_s)
-        self._require_dropped(await self._step(member, "cache", RESET_PREFIX_CACHE, limit_s=limit_s, **self._reset_options(member)))
-
-    def _require_dropped(self, answer: object) -> None:
-        if answer is not True:
-            message = f"{RESET_PREFIX_CACHE} answered {answer!r}: KV computed with the old weights might be used again"
+        member.recomputed = answers.get(UNFINISHED)
+        if answers[RESET_PREFIX_CACHE] is not True:
+            message = f"{RESET_PREFIX_CACHE} answered {answers[RESET_PREFIX_CACHE]!r}: KV computed with the old weights might be used again"
             raise StepFailed("cache", CallFailure(message=message, kind="raised", elapsed_s=0.0), self.spec.timeouts.commit_s)
 
     # --- plumbing -----------------------------------------------------------------------------------------------------------
 
-    async def _step(self, member: Member, phase: str, verb: str, *args: Any, limit_s: float, **kwargs: Any) -> Any:
-        return await step(member.replica, phase, verb, *args, limit_s=limit_s, timeline=self.timeline, **kwargs)
+    async def _chain(self, member: Member, phase: str, calls: list[Call]) -> dict[str, Any]:
+        if not calls:
+            return {}
+        return await chain(member.replica, phase, calls, incarnation=member.incarnation, timeline=self.timeline)
 
     async def _each(
         self, members: list[Member], act: Callable[[Member], Awaitable[None]], what: str, limit_s: float, *, fence_who_fails: bool = False

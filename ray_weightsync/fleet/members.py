@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 
 from ray_weightsync.config import Timeouts
@@ -9,6 +10,7 @@ from ray_weightsync.errors import CallFailure, FleetTorn
 from ray_weightsync.fleet.preflight import PHASE, check
 from ray_weightsync.fleet.replica import Replica
 from ray_weightsync.fleet.roster import Roster
+from ray_weightsync.fleet.round import RoundLog
 from ray_weightsync.fleet.staging import Snapshot, Staging
 from ray_weightsync.fleet.states import ReplicaEvent, ReplicaState
 from ray_weightsync.fleet.steps import StepFailed
@@ -16,49 +18,21 @@ from ray_weightsync.fleet.verdicts import aborted
 from ray_weightsync.protocol.fanout import fan_out
 
 
-def unproved(roster: Roster, snapshot: Snapshot) -> bool:
-    """Whether somebody has not accepted this plan yet, or not proved to see this memory. Pure."""
-    return any(
-        snapshot.plan.digest not in replica.plans or snapshot.store not in replica.stores
-        for replica in roster.replicas.values()
-        if replica.state is not ReplicaState.RETIRED
-    )
-
-
-async def members_of(snapshot: Snapshot, roster: Roster, staging: Staging, timeouts: Timeouts) -> list[Replica]:
+async def members_of(snapshot: Snapshot, log: RoundLog, roster: Roster, staging: Staging, timeouts: Timeouts) -> list[Replica]:
     """Look at every replica, have the plan judged and the memory seen where that was not done before.
 
     Raises:
         RoundAborted: if a replica that is not fenced cannot take part.
         FleetTorn: if nobody can.
     """
-    snapshot.notes.clear()
-    candidates: list[Replica] = []
-    failures: dict[str, StepFailed] = {}
-    for replica in roster.replicas.values():
-        if replica.unanswered:
-            failure = CallFailure(message="it has not answered an earlier call yet", kind="unanswered", elapsed_s=0.0)
-            failures[replica.id] = StepFailed(PHASE, failure, timeouts.preflight_s)
-        elif replica.state is not ReplicaState.RETIRED:
-            candidates.append(replica)
-    probe = partial(staging.probe, snapshot.node_id)
-    ask = partial(check, plan=snapshot.plan, store=snapshot.store, probe=probe, timeouts=timeouts, timeline=snapshot.timeline)
-    outcomes = await fan_out(
-        {replica.id: partial(ask, replica) for replica in candidates},
-        what="preflight",
-        limit_s=6 * timeouts.preflight_s + timeouts.finish_s,
-        warn_every_s=timeouts.warn_every_s,
-    )
-    for name, failure in outcomes.failures.items():
-        error = outcomes.errors.get(name)
-        if error is not None and not isinstance(error, StepFailed):
-            raise error
-        failures[name] = error if isinstance(error, StepFailed) else StepFailed(PHASE, failure, timeouts.preflight_s)
+    log.notes.clear()
+    candidates = [replica for replica in roster.replicas.values() if replica.state is not ReplicaState.RETIRED]
+    failures = await unable(candidates, snapshot, log, staging, timeouts)
     culprits = {}
     for name, failed in failures.items():
         replica = roster.replicas[name]
         if replica.state is ReplicaState.QUARANTINED:
-            snapshot.notes.append(f"{name} left out: {failed}")
+            log.notes.append(f"{name} left out: {failed}")
             continue
         culprits[name] = failed
         if failed.failure.kind in ("died", "out_of_step"):  # neither can be mended: the next call leaves it out
@@ -75,9 +49,37 @@ async def members_of(snapshot: Snapshot, roster: Roster, staging: Staging, timeo
     members = [replica for replica in candidates if replica.id not in failures]
     if not members:
         raise FleetTorn(
-            f"No replica serves: version {snapshot.label} can be brought to none. {'; '.join(snapshot.notes)}",
+            f"No replica serves: version {snapshot.label} can be brought to none. {'; '.join(log.notes)}",
             phase=PHASE,
             replicas=tuple(roster.replicas),
             hint="replace the engines and attach again",
         )
     return members
+
+
+async def unable(
+    replicas: Iterable[Replica], snapshot: Snapshot, log: RoundLog, staging: Staging, timeouts: Timeouts
+) -> dict[str, StepFailed]:
+    """Which of ``replicas`` cannot take part in a round that brings ``snapshot`` to them, and why."""
+    failures: dict[str, StepFailed] = {}
+    asked: list[Replica] = []
+    for replica in replicas:
+        if replica.unanswered:
+            failure = CallFailure(message="it has not answered an earlier call yet", kind="unanswered", elapsed_s=0.0)
+            failures[replica.id] = StepFailed(PHASE, failure, timeouts.preflight_s)
+        else:
+            asked.append(replica)
+    probe = partial(staging.probe, snapshot.node_id)
+    ask = partial(check, plan=snapshot.plan, store=snapshot.store, probe=probe, timeouts=timeouts, timeline=log.timeline)
+    outcomes = await fan_out(
+        {replica.id: partial(ask, replica) for replica in asked},
+        what="preflight",
+        limit_s=6 * timeouts.preflight_s + timeouts.finish_s,
+        warn_every_s=timeouts.warn_every_s,
+    )
+    for name, failure in outcomes.failures.items():
+        error = outcomes.errors.get(name)
+        if error is not None and not isinstance(error, StepFailed):
+            raise error
+        failures[name] = error if isinstance(error, StepFailed) else StepFailed(PHASE, failure, timeouts.preflight_s)
+    return failures

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 
-from ray_weightsync.fleet.fence import after_answers, fence, same_process
+from ray_weightsync.fleet.fence import after_answers, fence
 from ray_weightsync.fleet.round import Member, RoundSpec
 from ray_weightsync.fleet.states import ReplicaEvent
-from ray_weightsync.fleet.steps import StepFailed, Timeline, step
+from ray_weightsync.fleet.steps import Call, StepFailed, Timeline, chain
 from ray_weightsync.protocol.channel import RESUME, SET_VERSION
 
 logger = logging.getLogger(__name__)
@@ -38,13 +38,16 @@ async def put_back(member: Member, *, spec: RoundSpec, timeline: Timeline) -> No
 
 
 async def _undo(member: Member, *, spec: RoundSpec, timeline: Timeline) -> None:
-    replica, timeouts = member.replica, spec.timeouts
+    if member.torn_as_found:
+        return  # it stays fenced
+    calls = []
     if member.marked and member.label_as_found is not None:
-        await step(replica, "mark", SET_VERSION, member.label_as_found, limit_s=timeouts.commit_s, timeline=timeline)
-        await same_process(member, "mark", limit_s=timeouts.commit_s, timeline=timeline)
-    if member.pause_asked_at is not None and not member.paused_as_found and member.label_as_found is not None:
-        # Not a pause of its owner's, and not a replica that was torn before this round and stays fenced.
-        await step(replica, "resume", RESUME, limit_s=timeouts.resume_s, timeline=timeline)
+        calls.append(Call("mark", spec.timeouts.commit_s, SET_VERSION, (member.label_as_found,)))
+    if member.pause_asked_at is not None and not member.paused_as_found:
+        calls.append(Call("resume", spec.timeouts.resume_s, RESUME))
+    if calls:
+        # Meant for the process that was found: another one in its place holds other weights than that label's.
+        await chain(member.replica, calls[0].phase, calls, incarnation=member.incarnation, timeline=timeline)
 
 
 async def _again(member: Member, *, spec: RoundSpec, timeline: Timeline) -> None:

@@ -52,8 +52,8 @@ class Replica:
     @property
     def log_hint(self) -> str | None:
         """Where its log is to be found."""
-        actor_id = getattr(self.engine.ref.target, "_actor_id", None)
-        return f"ray logs actor --id {actor_id.hex()}" if actor_id is not None else None
+        actor_id = self.engine.facts.actor_id
+        return f"ray logs actor --id {actor_id}" if actor_id is not None else None
 
     @property
     def serving(self) -> bool:

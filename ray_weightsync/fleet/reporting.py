@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from ray_weightsync.fleet.replica import Replica
 from ray_weightsync.fleet.roster import Roster
+from ray_weightsync.fleet.round import RoundLog
 from ray_weightsync.fleet.staging import Snapshot
 from ray_weightsync.fleet.values import Settings
 from ray_weightsync.protocol.channel import PAUSE, SET_VERSION
@@ -15,16 +16,23 @@ from ray_weightsync.weights.plan import Plan
 
 
 def report_of(
-    snapshot: Snapshot, roster: Roster, settings: Settings, replicas: Sequence[ReplicaReport], *, notes: Iterable[str], repeated: bool
+    snapshot: Snapshot,
+    log: RoundLog,
+    roster: Roster,
+    settings: Settings,
+    replicas: Sequence[ReplicaReport],
+    *,
+    notes: Iterable[str],
+    repeated: bool,
 ) -> SyncReport:
     """What the round did."""
-    written, timeline = snapshot.written(), snapshot.timeline
+    written, timeline = snapshot.written(), log.timeline
     counts = [replica.requests_recomputed for replica in replicas]
     guarantees, missing = promises(roster.replicas.values(), snapshot.plan, settings)
     return SyncReport(
         version=snapshot.version,
         ordinal=roster.ordinal,
-        round_id=snapshot.id,
+        round_id=log.round_id,
         epoch=roster.epoch,
         plan_digest=snapshot.plan.digest,
         weights_digest=written.digest,
@@ -37,11 +45,11 @@ def report_of(
         replicas=tuple(replicas),
         pause_s=max((replica.pause_s for replica in replicas), default=0.0),
         trainer_blocked_s=written.stage_s,
-        total_s=time.monotonic() - snapshot.opened_at,
+        total_s=time.monotonic() - log.began,
         requests_recomputed=None if None in counts else sum(count for count in counts if count is not None),
         guarantees=guarantees,
         missing=missing,
-        notes=(*snapshot.notes, *notes),
+        notes=(*log.notes, *notes),
         repeated=repeated,
     )
 

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ray_weightsync.config import CachePolicy, FailurePolicy, PauseMode, Timeouts, is_tombstone
 from ray_weightsync.fleet.replica import Replica
-from ray_weightsync.fleet.steps import StepFailed
+from ray_weightsync.fleet.steps import StepFailed, Timeline
+from ray_weightsync.protocol.channel import GET_VERSION, IS_PAUSED
 from ray_weightsync.report import ReplicaReport
+
+
+@dataclass
+class RoundLog:
+    """What a round leaves behind for its report: where the seconds went, and remarks."""
+
+    round_id: str
+    began: float = field(default_factory=time.monotonic)
+    timeline: Timeline = field(default_factory=Timeline)
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +33,7 @@ class RoundSpec:
         label: The version's label.
         num_bytes: Bytes moved to each replica; deadlines grow with them.
         update: The ``update_weights`` payload.
+        overlap: The engines load while the snapshot is still being written.
     """
 
     round_id: str
@@ -29,6 +41,7 @@ class RoundSpec:
     label: str
     num_bytes: int
     update: dict[str, Any]
+    overlap: bool
     pause: PauseMode
     cache: CachePolicy
     timeouts: Timeouts
@@ -62,6 +75,7 @@ class Member:
     incarnation: str | None
     paused_as_found: bool
     label_as_found: str | None
+    torn_as_found: bool
     pause_asked_at: float | None = None
     resumed_at: float | None = None
     marked: bool = False
@@ -72,8 +86,20 @@ class Member:
     def found(cls, replica: Replica) -> Member:
         """A member as the look directly before the round found it."""
         facts = replica.engine.facts
-        label = None if is_tombstone(facts.version) else facts.version
-        return cls(replica=replica, incarnation=facts.incarnation, paused_as_found=bool(facts.paused), label_as_found=label)
+        return cls(
+            replica=replica,
+            incarnation=facts.incarnation,
+            paused_as_found=bool(facts.paused),
+            label_as_found=facts.version,
+            torn_as_found=is_tombstone(facts.version),
+        )
+
+    def found_again(self, answers: dict[str, Any]) -> None:
+        """What it answered directly before the pause, which counts for more than the look."""
+        if isinstance(paused := answers.get(IS_PAUSED), bool):
+            self.paused_as_found = paused
+        if isinstance(label := answers.get(GET_VERSION), str) and label:
+            self.label_as_found, self.torn_as_found = label, is_tombstone(label)
 
     @property
     def resume_is_ours(self) -> bool:

@@ -36,12 +36,13 @@ class RayStores:
         self._transport = transport
         self._connect_s = connect_s
         self._actors: dict[str, Any] = {}
+        self._sessions: dict[str, str] = {}
         self._starting = asyncio.Lock()
         self._started = 0
 
     def identity(self, node_id: str) -> str:
         """Tells stores apart, also one from the one that was started in its place."""
-        return f"{node_id}/{self._actors[node_id]._actor_id.hex()}"
+        return self._sessions[node_id]
 
     async def _store(self, node_id: str) -> Any:
         from ray_weightsync.transports.host.actor import start_store
@@ -49,10 +50,11 @@ class RayStores:
         async with self._starting:
             if node_id not in self._actors:
                 self._started += 1
+                # Nodes of a simulated cluster share one directory, and a dead store's files may not be swept yet.
+                self._sessions[node_id] = f"{self._session}{node_id[:6]}{self._started}"
                 self._actors[node_id] = await start_store(
                     node_id,
-                    # Nodes of a simulated cluster share one directory, and a dead store's files may not be swept yet.
-                    session=f"{self._session}{node_id[:6]}{self._started}",
+                    session=self._sessions[node_id],
                     directory=self._transport.directory,
                     num_slots=self._transport.num_slots,
                     limit_s=self._connect_s,
@@ -68,8 +70,10 @@ class RayStores:
         try:
             address: dict[str, Any] = await asyncio.wait_for(store.open_slot.remote(snapshot, plan_digest, num_bytes, overlap), limit_s)
         except RayActorError:
-            self._actors.pop(node_id, None)  # its janitor sweeps its files; the next call starts another store
-            raise
+            if self._actors.get(node_id) is store:
+                del self._actors[node_id]  # its janitor sweeps its files
+            store = await self._store(node_id)
+            address = await asyncio.wait_for(store.open_slot.remote(snapshot, plan_digest, num_bytes, overlap), limit_s)
         return address
 
     async def seal(self, node_id: str, *, snapshot: str, digest: str, limit_s: float) -> None:

@@ -5,18 +5,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import dataclass, field
+import uuid
+from dataclasses import dataclass
 from typing import Any
 
 from ray_weightsync.config import Host, Timeouts
 from ray_weightsync.errors import CallFailure, RoundAborted
+from ray_weightsync.fleet.replica import Replica
+from ray_weightsync.fleet.round import RoundLog
 from ray_weightsync.fleet.snapshots import Stores
-from ray_weightsync.fleet.steps import StepFailed, Timeline
+from ray_weightsync.fleet.steps import StepFailed
 from ray_weightsync.fleet.values import Sealed
 from ray_weightsync.protocol.reading import words
 from ray_weightsync.weights.plan import Plan
 
 logger = logging.getLogger(__name__)
+
+AFTER_REPLY_S = 0.002
+"""How long work that nobody waits for lets an answer go first, in seconds: both want the one interpreter."""
 
 
 @dataclass(eq=False)
@@ -24,25 +30,28 @@ class Snapshot:
     """One version's bytes under one plan, on their way or sealed.
 
     Attributes:
+        id: The id of the round that writes it, chosen by whoever sends.
+        slot: The store's name for it.
+        log: That round's.
         sealed: What the sender wrote; a `StepFailed` if it gave up.
         store: Identity of the store that holds it; a store that is started anew is another one.
-        preflight: The check of the fleet against a plan or a store that somebody does not know, beside the sender's packing.
-        notes: Remarks for the report.
+        preflight: The check of the fleet beside the sender's packing: who takes part.
+        sealing: The store's part of sealing, beside the pause.
         committing: A round brings it to the fleet right now.
     """
 
     id: str
+    slot: str
     version: int | str
     label: str
     plan: Plan
     node_id: str
     store: str
     address: dict[str, Any]
-    opened_at: float
+    log: RoundLog
     sealed: asyncio.Future[Sealed]
-    timeline: Timeline = field(default_factory=Timeline)
-    preflight: asyncio.Task[Any] | None = None
-    notes: list[str] = field(default_factory=list)
+    preflight: asyncio.Task[list[Replica]] | None = None
+    sealing: asyncio.Task[Any] | None = None
     committing: bool = False
 
     async def seal_of(self) -> Sealed:
@@ -53,24 +62,39 @@ class Snapshot:
         """What the sender wrote; where it did not get to the end, what the plan announced, without a digest."""
         if self.sealed.done() and self.sealed.exception() is None:
             return self.sealed.result()
-        blocked_s = time.monotonic() - self.opened_at
+        blocked_s = time.monotonic() - self.log.began
         return Sealed(digest="", num_bytes=self.plan.weight_bytes, num_tensors=len(self.plan.tensors), stage_s=blocked_s)
 
-    async def judged(self) -> None:
-        """Wait for the preflight that runs beside the packing; its error says who refused."""
-        if self.preflight is not None:
-            await asyncio.shield(self.preflight)
+    def fail(self, why: StepFailed) -> None:
+        """It will not be sealed: whoever waits for that is told."""
+        if not self.sealed.done():
+            self.sealed.set_exception(why)
+            self.sealed.exception()  # marks it as seen: often nobody waits for it
+
+    async def judged(self) -> list[Replica]:
+        """Who takes part, by the preflight that runs beside the packing; its error says who refused."""
+        assert self.preflight is not None
+        return await asyncio.shield(self.preflight)
 
     async def expected(self) -> dict[str, Any]:
         """What each worker must have received (see the outcome call)."""
         sealed = await self.seal_of()
         return {
             "plan": self.plan.digest,
-            "snapshot": self.id,
+            "snapshot": self.slot,
             "digest": sealed.digest,
             "num_bytes": sealed.num_bytes,
             "num_tensors": sealed.num_tensors,
         }
+
+
+@dataclass(frozen=True)
+class _Ahead:
+    """A slot that nobody has asked for yet."""
+
+    node_id: str
+    plan: str
+    address: dict[str, Any]
 
 
 class Staging:
@@ -89,6 +113,9 @@ class Staging:
         self._timeouts = timeouts
         self._open: dict[str, Snapshot] = {}
         self._retired = 0
+        self._notes: list[str] = []
+        self._ahead: _Ahead | None = None
+        self._keeping: asyncio.Future[None] | None = None
 
     def get(self, snapshot_id: str) -> Snapshot | None:
         """The snapshot, unless it was committed or freed."""
@@ -109,27 +136,19 @@ class Staging:
             )
         return snapshot
 
-    async def open(
-        self, snapshot_id: str, version: int | str, label: str, plan: Plan, node_id: str, opened_at: float, serves: str
-    ) -> Snapshot:
+    async def open(self, log: RoundLog, version: int | str, label: str, plan: Plan, node_id: str, serves: str) -> Snapshot:
         """Allot a slot. Staged snapshots that were never committed give way once they fill the slots, the oldest first.
 
         Raises:
             RoundAborted: if no room can be had.
         """
+        await self.settled()
         waiting = [snapshot for snapshot in self._open.values() if snapshot.sealed.done()]
         while len(waiting) >= self._transport.num_slots - 1:
             await self.free(waiting.pop(0))
         limit_s = self._timeouts.for_bytes("stage", plan.num_bytes)
         try:
-            address = await self._stores.open_slot(
-                node_id,
-                snapshot=snapshot_id,
-                plan_digest=plan.digest,
-                num_bytes=plan.num_bytes,
-                overlap=self._transport.overlap,
-                limit_s=limit_s,
-            )
+            address = await self._allotted_ahead(node_id, plan) or await self._allot(node_id, plan, limit_s)
         except Exception as error:
             full = type(getattr(error, "cause", error)).__name__ == "NoRoomError"
             room = f"free or enlarge {self._transport.directory} (docker run --shm-size=...), or choose Host(directory=...)"
@@ -141,61 +160,98 @@ class Staging:
                 hint=room if full else "call again: a store that has died or hangs is started anew",
             ) from error
         snapshot = Snapshot(
-            id=snapshot_id,
+            id=log.round_id,
+            slot=address["snapshot"],
             version=version,
             label=label,
             plan=plan,
             node_id=node_id,
             store=self._stores.identity(node_id),
             address=address,
-            opened_at=opened_at,
+            log=log,
             sealed=asyncio.get_running_loop().create_future(),
         )
-        self._open[snapshot_id] = snapshot
+        self._open[snapshot.id] = snapshot
         return snapshot
 
-    async def seal(self, snapshot: Snapshot, sealed: Sealed, serves: str) -> None:
-        """Close the snapshot: from here on nobody writes to it.
+    async def _allot(self, node_id: str, plan: Plan, limit_s: float) -> dict[str, Any]:
+        return await self._stores.open_slot(
+            node_id,
+            snapshot=uuid.uuid4().hex,
+            plan_digest=plan.digest,
+            num_bytes=plan.num_bytes,
+            overlap=self._transport.overlap,
+            limit_s=limit_s,
+        )
 
-        Raises:
-            RoundAborted: if the store refuses it.
-        """
+    async def _allotted_ahead(self, node_id: str, plan: Plan) -> dict[str, Any] | None:
+        """The slot that was allotted when the last round ended, if it is of this node and plan."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None:
+            return None
+        if (ahead.node_id, ahead.plan) == (node_id, plan.digest):
+            return ahead.address
+        await self._discard(ahead.node_id, ahead.address["snapshot"])
+        return None
+
+    async def seal(self, snapshot: Snapshot, sealed: Sealed) -> None:
+        """Close the snapshot: from here on nobody writes to it. What comes of it is told by `Snapshot.seal_of`."""
+        limit_s = self._timeouts.commit_s
         try:
-            await self._stores.seal(snapshot.node_id, snapshot=snapshot.id, digest=sealed.digest, limit_s=self._timeouts.commit_s)
+            await self._stores.seal(snapshot.node_id, snapshot=snapshot.slot, digest=sealed.digest, limit_s=limit_s)
         except Exception as error:
-            raise RoundAborted(
-                f"Nothing changed: {serves}. The snapshot of version {snapshot.label} could not be sealed.",
-                phase="stage",
-                engine_message=words(error),
-                hint="call again",
-            ) from error
-        snapshot.timeline.add("sender", "stage", time.monotonic() - sealed.stage_s, time.monotonic())
+            message = f"the snapshot could not be sealed: {words(error) or type(error).__name__}"
+            snapshot.fail(StepFailed("stage", CallFailure(message=message, kind="raised", elapsed_s=0.0), limit_s))
+            return
+        snapshot.log.timeline.add("sender", "stage", time.monotonic() - sealed.stage_s, time.monotonic())
         if not snapshot.sealed.done():
             snapshot.sealed.set_result(sealed)
 
     async def give_up(self, snapshot: Snapshot, why: str) -> None:
         """The sender will not finish: whoever waits for the seal is told, receivers fail at once, the slot is freed."""
-        if not snapshot.sealed.done():
-            snapshot.sealed.set_exception(StepFailed("stage", CallFailure(message=why, kind="raised", elapsed_s=0.0), 0.0))
-            snapshot.sealed.exception()  # marks it as seen: often nobody waits for it
+        snapshot.fail(StepFailed("stage", CallFailure(message=why, kind="raised", elapsed_s=0.0), 0.0))
         await self.free(snapshot)
 
-    async def keep(self, snapshot: Snapshot) -> None:
-        """It is the committed one from now on: never a target of staging, the source of every later repair."""
+    def keep(self, snapshot: Snapshot) -> None:
+        """It is the committed one from now on: never a target of staging, the source of every later repair.
+
+        The store hears of it when nobody waits, but before anything else is asked of it (see `settled`), and allots the slot that
+        the next round of the same plan will want.
+        """
         self._open.pop(snapshot.id, None)
         self.committed = snapshot
-        self._retired = await self._stores.mark_committed(snapshot.node_id, snapshot=snapshot.id, limit_s=self._timeouts.commit_s)
+        self._keeping = asyncio.ensure_future(self._keep(snapshot))
+
+    async def _keep(self, snapshot: Snapshot) -> None:
+        await asyncio.sleep(AFTER_REPLY_S)
+        try:
+            self._retired = await self._stores.mark_committed(snapshot.node_id, snapshot=snapshot.slot, limit_s=self._timeouts.commit_s)
+            if len(self._open) < self._transport.num_slots - 1:
+                address = await self._allot(snapshot.node_id, snapshot.plan, self._timeouts.for_bytes("stage", snapshot.plan.num_bytes))
+                self._ahead = _Ahead(snapshot.node_id, snapshot.plan.digest, address)
+        except Exception:  # the engines hold the version whatever becomes of the store; the next report says what it costs
+            logger.exception("the store could not keep version %s", snapshot.label)
+            self._notes.append(f"the snapshot store did not keep version {snapshot.label}; nothing could be repaired from it")
+
+    async def settled(self) -> None:
+        """Wait until the store knows which snapshot is the committed one."""
+        if self._keeping is not None:
+            await asyncio.shield(self._keeping)
 
     async def free(self, snapshot: Snapshot) -> None:
         """Free a snapshot that was not committed. Idempotent."""
         if self._open.pop(snapshot.id, None) is None:
             return
-        if snapshot.preflight is not None and not snapshot.preflight.done():
-            await asyncio.wait({snapshot.preflight})  # its calls are out, and every one of them has a deadline
+        # Their calls are out, and every one of them has a deadline.
+        if under_way := {task for task in (snapshot.preflight, snapshot.sealing) if task is not None and not task.done()}:
+            await asyncio.wait(under_way)
+        await self._discard(snapshot.node_id, snapshot.slot)
+
+    async def _discard(self, node_id: str, slot: str) -> None:
         try:
-            await self._stores.discard(snapshot.node_id, snapshot=snapshot.id, limit_s=self._timeouts.commit_s)
+            await self._stores.discard(node_id, snapshot=slot, limit_s=self._timeouts.commit_s)
         except Exception:
-            logger.exception("the slot of version %s could not be freed; its store frees it when the session closes", snapshot.label)
+            logger.exception("slot %s could not be freed; its store frees it when the session closes", slot)
 
     async def probe(self, node_id: str) -> dict[str, Any]:
         """The nonce by which a worker proves that it sees the memory of ``node_id``.
@@ -211,8 +267,12 @@ class Staging:
 
     def notes(self) -> list[str]:
         """Remarks on the slots, for the report."""
-        return [f"{self._retired} slots retired so far: somebody still held them when they were to be reused"] if self._retired else []
+        notes, self._notes = self._notes, []
+        if self._retired:
+            notes.append(f"{self._retired} slots retired so far: somebody still held them when they were to be reused")
+        return notes
 
     async def close(self) -> None:
         """Free everything."""
+        await self.settled()
         await self._stores.close(limit_s=self._timeouts.commit_s)

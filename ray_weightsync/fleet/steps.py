@@ -3,28 +3,42 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import time
+import uuid
 from collections import defaultdict
-from collections.abc import Awaitable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ray_weightsync.errors import CallFailure
 from ray_weightsync.fleet.replica import Replica
+from ray_weightsync.protocol.chain import Place
 from ray_weightsync.protocol.reading import died, words
+
+logger = logging.getLogger(__name__)
+
+HALT_S = 5.0
+"""The longest that an engine which is late already is asked where it is, in seconds."""
 
 
 class StepFailed(Exception):
-    """A replica failed a call of a round. Carries the phase, how it failed and the deadline that applied."""
+    """A replica failed a call of a round. Carries the phase, how it failed and the deadline that applied.
 
-    def __init__(self, phase: str, failure: CallFailure, limit_s: float) -> None:
+    Attributes:
+        goes_on: The rest of its chain may yet be carried out, since the engine could not be told to halt it.
+    """
+
+    def __init__(self, phase: str, failure: CallFailure, limit_s: float, goes_on: bool = False) -> None:
         super().__init__(f"{phase}: {failure.message}")
         self.phase = phase
         self.failure = failure
         self.limit_s = limit_s
+        self.goes_on = goes_on
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (StepFailed, (self.phase, self.failure, self.limit_s))
+        return (StepFailed, (self.phase, self.failure, self.limit_s, self.goes_on))
 
 
 @dataclass
@@ -56,49 +70,111 @@ async def step(replica: Replica, phase: str, verb: str, *args: Any, limit_s: flo
         StepFailed: if the engine raised, died, or did not answer within ``limit_s`` seconds. An unanswered call is
             left with the replica, which is not used again before it came back.
     """
-    return await _bounded(replica, phase, verb, replica.engine.channel.call(verb, *args, **kwargs), limit_s=limit_s, timeline=timeline)
-
-
-async def chain(replica: Replica, phase: str, steps: Sequence[tuple[str, Any]], *, limit_s: float, timeline: Timeline) -> dict[str, Any]:
-    """Call several verbs in one turn of the engine's actor, until one raises (see `ActorChannel.call_chain`).
-
-    Args:
-        replica: The replica, whose engine sits in an actor.
-        phase: The phase that all the seconds are booked under, and that a failure of the turn as a whole belongs to.
-        steps: Each verb's own phase, and the call.
-        limit_s: Seconds for all of them, the wait for the actor's turn included.
-        timeline: Where the seconds are written.
-
-    Returns:
-        The answers, by phase.
-
-    Raises:
-        StepFailed: as of `step`; a verb that raised is named by its own phase.
-    """
     began = time.monotonic()
-    channel: Any = replica.engine.channel  # more than a `Channel`: only actors have turns
-    turn = channel.call_chain([call for _, call in steps])
-    outcome = await _bounded(replica, phase, "the update in one call of its actor", turn, limit_s=limit_s, timeline=timeline)
-    if outcome.error is not None:
-        raise _raised(steps[outcome.failed_step][0], outcome.error, time.monotonic() - began, limit_s) from outcome.error
-    return dict(zip((each for each, _ in steps), outcome.answers, strict=True))
-
-
-async def _bounded(replica: Replica, phase: str, what: str, answer: Awaitable[Any], *, limit_s: float, timeline: Timeline) -> Any:
-    began = time.monotonic()
-    call = asyncio.ensure_future(answer)
+    call = asyncio.ensure_future(replica.engine.channel.call(verb, *args, **kwargs))
     try:
-        done, _ = await asyncio.wait({call}, timeout=limit_s)
+        await asyncio.wait({call}, timeout=limit_s)
     finally:
         ended = time.monotonic()
         timeline.add(replica.id, phase, began, ended)
-    if not done:
-        replica.left_unanswered(call)
-        raise StepFailed(phase, CallFailure(message=f"{what} was not answered", kind="unanswered", elapsed_s=ended - began), limit_s)
-    error = call.exception()
-    if error is not None:
+    if not call.done():
+        raise _unanswered(replica, phase, verb, call, ended - began, limit_s)
+    if (error := call.exception()) is not None:
         raise _raised(phase, error, ended - began, limit_s) from error
     return call.result()
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a chain: the phase that its seconds are booked under, the seconds it may take, and the call itself."""
+
+    phase: str
+    limit_s: float
+    verb: str
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+async def chain(replica: Replica, phase: str, calls: Sequence[Call], *, incarnation: str | None, timeline: Timeline) -> dict[str, Any]:
+    """Make several calls, one after the other, until one raises; one trip where the engine's actor can do that (see `Channel.call_chain`).
+
+    Each call has its own deadline. Where one passes, the engine is asked which call it is at, and told to begin no other.
+
+    Args:
+        replica: The replica.
+        phase: The phase that a failure of all of it belongs to: of an engine that died nobody can say which call it was at.
+        calls: The calls.
+        incarnation: The engine that they are meant for; another one behind the same handle is told nothing.
+        timeline: Where the seconds are written.
+
+    Returns:
+        The answers, by verb.
+
+    Raises:
+        StepFailed: as of `step`, with the phase of the call that failed.
+    """
+    token = uuid.uuid4().hex
+    channel = replica.engine.channel
+    began = time.monotonic()
+    running = asyncio.ensure_future(
+        channel.call_chain(token, [(each.verb, each.args, each.kwargs) for each in calls], incarnation=incarnation)
+    )
+    limits_s = [call.limit_s for call in calls]
+    at, since = 0, began
+    while True:
+        # The first deadline that may have passed: its own, or that of a later call if this one took no time.
+        deadline = min(since + limits_s[at], *(time.monotonic() + limit_s for limit_s in limits_s[at + 1 :]), math.inf)
+        await asyncio.wait({running}, timeout=deadline - time.monotonic())
+        if running.done():
+            break
+        place = await _halted(replica, token, limits_s)
+        if place is not None:
+            at, since = place.step, time.monotonic() - place.seconds
+        else:  # not begun, or its answer is on the way
+            await asyncio.wait({running}, timeout=min(limits_s[at], HALT_S) / 5)
+        if running.done():
+            break
+        elapsed_s = time.monotonic() - since if place is None else place.seconds
+        if elapsed_s >= limits_s[at]:
+            timeline.add(replica.id, calls[at].phase, since, time.monotonic())
+            raise _unanswered(replica, calls[at].phase, calls[at].verb, running, elapsed_s, limits_s[at], goes_on=place is None)
+    ended = time.monotonic()
+    if (error := running.exception()) is not None:
+        timeline.add(replica.id, phase, began, ended)
+        raise _raised(phase, error, ended - began, sum(limits_s)) from error
+    outcome = running.result()
+    for call, begins, ends in _spans(calls, outcome.seconds, began, ended):
+        timeline.add(replica.id, call.phase, begins, ends)
+    if outcome.error is not None and outcome.failed_step is not None:
+        failed = calls[outcome.failed_step]
+        raise _raised(failed.phase, outcome.error, outcome.seconds[-1], failed.limit_s) from outcome.error
+    return dict(zip((call.verb for call in calls), outcome.answers, strict=True))
+
+
+async def _halted(replica: Replica, token: str, limits_s: list[float]) -> Place | None:
+    """Where the chain is, halted there if it is late; None if the engine does not say."""
+    try:
+        return await asyncio.wait_for(replica.engine.channel.halt_chain(token, limits_s), min(*limits_s, HALT_S))
+    except Exception as error:  # told by the call that was not answered
+        logger.warning("%s does not say where its calls are: %s", replica.id, words(error) or type(error).__name__)
+        return None
+
+
+def _spans(calls: Sequence[Call], seconds: Sequence[float], began: float, ended: float) -> Iterator[tuple[Call, float, float]]:
+    """When each call began and ended, as seen from here; the trip to the engine and back belongs to the first."""
+    begins = began
+    ends = ended - sum(seconds[1:])
+    for index, call in enumerate(calls[: len(seconds)]):
+        yield call, begins, ends
+        begins, ends = ends, ends + (seconds[index + 1] if index + 1 < len(seconds) else 0.0)
+
+
+def _unanswered(
+    replica: Replica, phase: str, verb: str, call: asyncio.Future[Any], elapsed_s: float, limit_s: float, *, goes_on: bool = False
+) -> StepFailed:
+    replica.left_unanswered(call)
+    failure = CallFailure(message=f"{verb} was not answered", kind="unanswered", elapsed_s=elapsed_s)
+    return StepFailed(phase, failure, limit_s, goes_on)
 
 
 def _raised(phase: str, error: BaseException, elapsed_s: float, limit_s: float) -> StepFailed:

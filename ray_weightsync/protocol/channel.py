@@ -5,9 +5,11 @@ A channel knows how to reach, not what to say: it never retries, never waits for
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from ray_weightsync.errors import CallFailure, UnsupportedError
+from ray_weightsync.protocol.chain import ChainOutcome, Place, Step
 
 INIT = "init_weight_transfer_engine"
 SHUTDOWN = "shutdown_weight_transfer_engine"
@@ -25,6 +27,12 @@ RESET_MM_CACHE = "reset_mm_cache"
 RESET_ENCODER_CACHE = "reset_encoder_cache"
 COLLECTIVE_RPC = "collective_rpc"
 WORLD_SIZE = "get_world_size"
+UNFINISHED = "get_num_unfinished_requests"
+"""No part of the protocol: an `AsyncLLM` in an actor has it, a server does not."""
+
+CHAIN = "rws_chain"
+HALT_CHAIN = "rws_halt_chain"
+"""How an actor of ours carries out a chain of its own methods, and halts one that is late."""
 
 REQUIRED_VERBS = (INIT, START, UPDATE, FINISH)
 """What every vLLM from 0.26 on speaks; an engine that lacks one of these is none."""
@@ -70,5 +78,27 @@ class Channel(Protocol):
         Raises:
             UnsupportedError: if the engine does not have ``verb``; nothing was sent.
             Exception: whatever the engine answered; `died` and `words` of this channel's module read it.
+        """
+        ...
+
+    async def call_chain(self, token: str, steps: Sequence[Step], *, incarnation: str | None = None) -> ChainOutcome:
+        """Call several verbs, one after the other, until one raises.
+
+        Args:
+            token: A fresh name for it, by which `halt_chain` finds it.
+            steps: The calls, as for `call`.
+            incarnation: The engine that they are meant for (``EngineFacts.incarnation``). Another one is told nothing.
+
+        Raises:
+            UnsupportedError: if the engine does not have one of the verbs; nothing was sent.
+            EngineRestarted: if another incarnation answers now.
+            Exception: if the engine cannot be reached; what a step raised is in the outcome.
+        """
+        ...
+
+    async def halt_chain(self, token: str, limits_s: Sequence[float]) -> Place | None:
+        """The step that a chain is at; None if it has not begun, or is over.
+
+        If that step has taken its limit or more (``limits_s``, one for each step), it still runs on, but no later one will begin.
         """
         ...

@@ -19,9 +19,10 @@ from urllib3.exceptions import ConnectTimeoutError, NewConnectionError
 
 from ray_weightsync.errors import ConfigError
 from ray_weightsync.protocol import channel as verbs
-from ray_weightsync.protocol.http_routes import NOTHING, ROUTES, Exchange, UnexpectedAnswer
+from ray_weightsync.protocol.chain import StepByStep
+from ray_weightsync.protocol.http_routes import NOTHING, ROUTES, SERVER_INFO, Exchange, UnexpectedAnswer
 from ray_weightsync.protocol.messages import IPC_HANDLES, Payload
-from ray_weightsync.protocol.reading import ChannelError, workers_words
+from ray_weightsync.protocol.reading import ChannelError, EngineRestarted, workers_words
 from ray_weightsync.protocol.threads import in_daemon_thread
 from ray_weightsync.protocol.urls import Secret, as_secret, base_url, is_loopback
 
@@ -60,7 +61,7 @@ class HTTPCallError(ChannelError):
         return str(self.args[0])
 
 
-class HTTPChannel:
+class HTTPChannel(StepByStep):
     """One vLLM server.
 
     Proxies of the environment are used for other hosts, never for this one. vLLM's weight routes are found only
@@ -69,13 +70,14 @@ class HTTPChannel:
     Args:
         url: Base URL such as ``"http://127.0.0.1:8000"``; a path prefix is kept.
         label: The engine's name in errors and logs; the URL by default.
-        api_key: Bearer token, sent with every request.
+        api_key: Bearer token, sent with every request, or ``"env:NAME"``: it is in that variable of whatever process makes the requests.
+            The channel can be pickled with the latter only.
         verify: Whether certificates are checked, or the path of a CA bundle to check them with.
         allow_pickle: Whether updates may carry CUDA IPC handles, as a pickle that **vLLM** loads. True allows it to this machine and over
             https, ``"plain-http"`` everywhere.
 
     Raises:
-        ConfigError: if an argument is wrong; credentials in the URL are refused.
+        ConfigError: if an argument is wrong, or the variable is not set here; credentials in the URL are refused.
     """
 
     def __init__(
@@ -96,6 +98,8 @@ class HTTPChannel:
         self.verify = verify
         self.allow_pickle = allow_pickle
         self._api_key: Secret | None = as_secret("api_key", api_key)
+        if self._api_key is not None:
+            _ = self._api_key.value  # a variable that is not set is told now, not in the middle of an update
         self._is_loopback = is_loopback(self.base_url)
         if not self._is_loopback and self.base_url.startswith("http:"):
             logger.warning(
@@ -121,6 +125,16 @@ class HTTPChannel:
             HTTPCallError: for any other answer than the one expected, or none.
         """
         return await self.perform(verb, self.prepared(verb, *args, **kwargs))
+
+    async def identity(self) -> str | None:
+        """Which server answers at this URL now; equal to ``EngineFacts.incarnation``."""
+        info = await self.call(SERVER_INFO)
+        return info["vllm_config"].get("instance_id") or None
+
+    async def require_incarnation(self, incarnation: str) -> None:
+        """Raise `EngineRestarted` if another server answers at this URL now."""
+        if (here := await self.identity()) != incarnation:
+            raise EngineRestarted(f"{self.label} restarted: another server ({here}) answers at {self.base_url}, and it was told nothing")
 
     def prepared(self, verb: str, *args: Any, **kwargs: Any) -> Exchange:
         """The exchange that `call` would carry out. Apart, so that a client can check every server's before it sends any.

@@ -23,7 +23,8 @@ class HTTPVLLMWeightSyncClient(BlockingClient):
     Args:
         base_urls: One base URL such as ``"http://127.0.0.1:8000"``, or several; a path prefix is kept.
         timeout: Seconds until a server that has not answered counts as failed, for each call.
-        api_key: Bearer token, sent with every request and never shown. vLLM itself does not check it on these routes.
+        api_key: Bearer token, sent with every request and never shown, or ``"env:NAME"``: it is in that variable of whatever process makes
+            the requests. With a token itself the client cannot be pickled. vLLM does not check it on these routes.
         verify: Whether certificates are checked, or the path of a CA bundle to check them with.
         allow_pickle: Whether updates may carry CUDA IPC handles, as a pickle that the server's vLLM loads
             (``VLLM_ALLOW_INSECURE_SERIALIZATION=1`` there). True allows it to this machine and over https, ``"plain-http"`` everywhere.

@@ -21,7 +21,7 @@ import time
 import types
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -31,6 +31,7 @@ from ray.actor import ActorHandle
 from ray_weightsync.errors import AttachError, ConfigError
 from ray_weightsync.protocol import channel as verbs
 from ray_weightsync.protocol import remote
+from ray_weightsync.protocol.chain import ChainOutcome, Place, Step, StepByStep
 from ray_weightsync.protocol.reading import EngineRaised, EngineRestarted
 
 DEFAULT_ATTR = "llm"
@@ -41,9 +42,6 @@ SLICE_S = 0.05
 _WRAPPED = {verbs.INIT: "init_info", verbs.UPDATE: "update_info"}
 _ONCE = {"max_task_retries": 0, "retry_exceptions": False}
 _SYSTEM_GROUP_SINCE = (2, 60)
-
-Step = tuple[str, tuple[Any, ...], Mapping[str, Any]]
-"""One call of a chain: verb, positional arguments, keyword arguments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,22 +63,7 @@ class EngineShape:
     engine_type: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChainOutcome:
-    """What came of a chain of calls.
-
-    Attributes:
-        answers: Answers of the steps that succeeded, in order.
-        failed_step: Index of the step that raised; later ones were not run. None if all succeeded.
-        error: What that step raised.
-    """
-
-    answers: tuple[Any, ...] = ()
-    failed_step: int | None = None
-    error: BaseException | None = field(default=None)
-
-
-class ActorChannel:
+class ActorChannel(StepByStep):
     """One engine in a Ray actor.
 
     With ``attr=None``, an actor whose class has the protocol's four verbs is called directly; any other actor is expected to hold its
@@ -172,32 +155,47 @@ class ActorChannel:
         if self.is_direct:
             self._require(verb)
             return await getattr(self.handle, verb).options(**_ONCE).remote(*_wrapped(verb, args), **kwargs)
-        outcome = await self.call_chain([(verb, args, kwargs)])
+        outcome = await self.call_chain(uuid.uuid4().hex, [(verb, args, kwargs)])
         if outcome.error is not None:
             raise outcome.error
         return outcome.answers[0]
 
-    async def call_chain(self, steps: Sequence[Step]) -> ChainOutcome:
-        """Call several verbs, one after the other, until one raises.
+    async def call_chain(self, token: str, steps: Sequence[Step], *, incarnation: str | None = None) -> ChainOutcome:
+        """See `Channel.call_chain`.
 
         A synchronous engine runs them all in one turn of its actor, so that no request of the actor's can come in between: an ``LLM``
-        has no pause, and one that generates between start and finish kills its core. An asynchronous one runs them on its own loop,
-        or, called directly, as one call each.
-
-        Raises:
-            UnsupportedError: if the engine does not have one of the verbs; nothing was sent.
-            Exception: if the actor itself cannot be reached; what an engine raised is in the outcome.
+        has no pause, and one that generates between start and finish kills its core. An asynchronous one runs them on its own loop, an
+        actor of ours itself; any other that is called directly takes one call each.
         """
-        shape = self._shape or await self.probe()
+        runs_chains = self.is_direct and hasattr(self.handle, verbs.CHAIN)
+        shape = None if runs_chains else self._shape or await self.probe()
         for verb, _, _ in steps:
             self._require(verb)
         plan = [(verb, _wrapped(verb, args), dict(kwargs)) for verb, args, kwargs in steps]
+        if shape is None:
+            return self._outcome(await getattr(self.handle, verbs.CHAIN).options(**_ONCE).remote(token, plan, incarnation))
         if not shape.is_async:
             in_turn: Any = self.handle.__ray_call__.options(**_ONCE)
-            return _outcome(await in_turn.remote(_by_value(remote.run_here), self.attr or "", plan))
+            return self._outcome(await in_turn.remote(_by_value(remote.run_here), self.attr or "", token, plan, incarnation))
         if self.is_direct:
-            return await self._one_by_one(steps)
-        return _outcome(await self._on_engine_loop(plan))
+            return await super().call_chain(token, steps, incarnation=incarnation)
+        doing = f"during {', '.join(verb for verb, _, _ in steps)}"
+        return self._outcome(await self.run_long(remote.begin, token, plan, incarnation, doing=doing))
+
+    async def halt_chain(self, token: str, limits_s: Sequence[float]) -> Place | None:
+        """See `Channel.halt_chain`."""
+        if self.is_direct and hasattr(self.handle, verbs.HALT_CHAIN):
+            found = await getattr(self.handle, verbs.HALT_CHAIN).options(**_ONCE).remote(token, list(limits_s))
+        elif self.is_direct and (self._shape is None or self._shape.is_async):
+            return await super().halt_chain(token, limits_s)
+        else:
+            # Beside a synchronous engine's turn too: it touches a note, and nothing of the engine.
+            found = await self.handle.__ray_call__.options(**_beside()).remote(_by_value(remote.halt), token, list(limits_s))
+        return None if found is None else Place(*found)
+
+    async def require_incarnation(self, incarnation: str) -> None:
+        """Raise `EngineRestarted` if another incarnation is behind the handle now."""
+        self._outcome({"restarted": await self.run(remote.successor_of, self.attr or "", incarnation)})
 
     async def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run ``function(actor, *args)`` in the actor's process, and return what it returns.
@@ -211,27 +209,30 @@ class ActorChannel:
         options = dict(_ONCE) if in_turn else _beside()
         return await self.handle.__ray_call__.options(**options).remote(_by_value(function), *args)
 
-    async def _on_engine_loop(self, plan: list[Any]) -> dict[str, Any]:
-        token = uuid.uuid4().hex
+    async def run_long(self, function: Callable[..., Any], token: str, *args: Any, doing: str) -> dict[str, Any]:
+        """`run` for what may take longer than a slice: ``function(actor, path, token, *args, wait_s)`` answers a dict, or None as long as
+        `remote.poll` is to be asked for it.
+
+        Raises:
+            EngineRestarted: if the actor's process was replaced meanwhile; ``doing`` says while what.
+        """
         began = time.monotonic()
-        outcome = await self.run(remote.begin, self.attr or "", token, plan, SLICE_S)
-        while outcome is None:
+        answer = await self.run(function, self.attr or "", token, *args, SLICE_S)
+        while answer is None:
             # Waiting costs a long call half a percent at most, and a hung one a poll a second.
             await asyncio.sleep(min(1.0, (time.monotonic() - began) * 0.005))
             try:
-                outcome = await self.run(remote.poll, token, SLICE_S)
+                answer = await self.run(remote.poll, token, SLICE_S)
             except LookupError:
-                raise EngineRestarted(f"the actor's process was replaced during {', '.join(step[0] for step in plan)}") from None
-        return dict(outcome)
+                raise EngineRestarted(f"the actor's process was replaced {doing}") from None
+        return dict(answer)
 
-    async def _one_by_one(self, steps: Sequence[Step]) -> ChainOutcome:
-        answers: list[Any] = []
-        for index, (verb, args, kwargs) in enumerate(steps):
-            try:
-                answers.append(await self.call(verb, *args, **kwargs))
-            except Exception as error:
-                return ChainOutcome(answers=tuple(answers), failed_step=index, error=error)
-        return ChainOutcome(answers=tuple(answers))
+    def _outcome(self, facts: Mapping[str, Any]) -> ChainOutcome:
+        if (other := facts.get("restarted")) is not None:
+            raise EngineRestarted(f"{self.label} restarted: another process ({other}) answers behind its handle, and it was told nothing")
+        error = EngineRaised(**facts["error"]) if facts.get("error") is not None else None
+        answers, seconds = tuple(facts.get("answers", ())), tuple(facts.get("seconds", ()))
+        return ChainOutcome(answers=answers, failed_step=facts.get("failed_step"), error=error, seconds=seconds)
 
     def _require(self, verb: str) -> None:
         if not self.supports(verb):
@@ -268,11 +269,6 @@ def _wrapped(verb: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments with a payload made a request: ``AsyncLLM`` reads one attribute of it, ``LLM`` too, and neither checks the class."""
     field_name = _WRAPPED.get(verb)
     return args if field_name is None else (types.SimpleNamespace(**{field_name: args[0]}), *args[1:])
-
-
-def _outcome(facts: Mapping[str, Any]) -> ChainOutcome:
-    error = EngineRaised(**facts["error"]) if facts["error"] is not None else None
-    return ChainOutcome(answers=tuple(facts["answers"]), failed_step=facts["failed_step"], error=error)
 
 
 def _by_value(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ import asyncio
 import concurrent.futures
 import inspect
 import sys
+import time
 import traceback
 import types
 from typing import Any
@@ -23,6 +24,9 @@ STORE = "_ray_weightsync_calls"
 """Name under which a process keeps its unanswered calls. Not an attribute of the actor: users pickle and compare their objects."""
 
 MAX_KEPT = 256
+
+REQUIRED = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
+"""What makes an object an engine; equal to `channel.REQUIRED_VERBS`, whose module does not travel."""
 
 
 def resolve(actor: Any, path: str) -> Any:
@@ -85,39 +89,54 @@ def described(error: BaseException) -> dict[str, Any]:
     return {"type_name": f"{cls.__module__}.{cls.__qualname__}", "names": names, "text": str(error), "trace": trace}
 
 
-def run_here(actor: Any, path: str, steps: Steps) -> dict[str, Any]:
+def run_here(actor: Any, path: str, token: str, steps: Steps, incarnation: str | None) -> dict[str, Any]:
     """Call the verbs one after the other in the actor's own turn; the first that raises ends it."""
     engine = resolve(actor, path)
+    if (other := successor_of(actor, path, incarnation)) is not None:
+        return {"restarted": other}
     answers: list[Any] = []
-    for index, (verb, args, kwargs) in enumerate(steps):
-        try:
-            answers.append(getattr(engine, verb)(*args, **kwargs))
-        except Exception as error:
-            return {"answers": answers, "failed_step": index, "error": described(error)}
-    return {"answers": answers, "failed_step": None, "error": None}
-
-
-def begin(actor: Any, path: str, token: str, steps: Steps, wait_s: float) -> dict[str, Any] | None:
-    """Have the engine's own event loop carry out the steps; their outcome, or None when it is not there within ``wait_s``."""
-    engine = resolve(actor, path)
-    loop = loop_of(engine)
-    if loop is None:
-        raise RuntimeError("the engine's event loop is gone")
-
-    async def run() -> dict[str, Any]:
-        answers: list[Any] = []
+    course = _begun(token)
+    try:
         for index, (verb, args, kwargs) in enumerate(steps):
             try:
+                _next(course, index)
+                answers.append(getattr(engine, verb)(*args, **kwargs))
+            except Exception as error:
+                return _outcome(course, answers, error)
+        return _outcome(course, answers, None)
+    finally:
+        del courses()[token]
+
+
+async def run_on_loop(engine: Any, token: str, steps: Steps) -> dict[str, Any]:
+    """`run_here` for an engine with coroutine methods, on the loop that it lives on."""
+    answers: list[Any] = []
+    course = _begun(token)
+    try:
+        for index, (verb, args, kwargs) in enumerate(steps):
+            try:
+                _next(course, index)
                 answer = getattr(engine, verb)(*args, **kwargs)
                 answers.append(await answer if inspect.isawaitable(answer) else answer)
             except (Exception, asyncio.CancelledError) as error:
-                return {"answers": answers, "failed_step": index, "error": described(error)}
-        return {"answers": answers, "failed_step": None, "error": None}
+                return _outcome(course, answers, error)
+        return _outcome(course, answers, None)
+    finally:
+        del courses()[token]
 
+
+def begin(actor: Any, path: str, token: str, steps: Steps, incarnation: str | None, wait_s: float) -> dict[str, Any] | None:
+    """Have the engine's own event loop carry out the steps; their outcome, or None when it is not there within ``wait_s``."""
+    engine = resolve(actor, path)
+    if (other := successor_of(actor, path, incarnation)) is not None:
+        return {"restarted": other}
+    loop = loop_of(engine)
+    if loop is None:
+        raise RuntimeError("the engine's event loop is gone")
     calls = unanswered()
     for old in [key for key, future in calls.items() if future.done()][: max(0, len(calls) - MAX_KEPT)]:
         del calls[old]  # answered long ago; whoever asked is gone
-    calls[token] = asyncio.run_coroutine_threadsafe(run(), loop)
+    calls[token] = asyncio.run_coroutine_threadsafe(run_on_loop(engine, token, steps), loop)
     return poll(actor, token, wait_s)
 
 
@@ -133,16 +152,97 @@ def poll(actor: Any, token: str, wait_s: float) -> dict[str, Any] | None:
     return outcome
 
 
+def halt(actor: Any, token: str, limits_s: list[float]) -> tuple[int, float] | None:
+    """The index of the step that a chain is at, and for how many seconds; None if it has not begun or is over.
+
+    If that is longer than its limit, no later step will begin.
+    """
+    course = courses().get(token)
+    if course is None:
+        return None
+    at, seconds = course["step"], time.monotonic() - course["began"]
+    if seconds >= limits_s[at]:
+        course["halted"] = True
+    return at, seconds
+
+
+def _begun(token: str) -> dict[str, Any]:
+    course: dict[str, Any] = {"step": 0, "began": time.monotonic(), "seconds": [], "halted": False}
+    courses()[token] = course
+    return course
+
+
+def _next(course: dict[str, Any], step: int) -> None:
+    now = time.monotonic()
+    if step:
+        course["seconds"].append(now - course["began"])
+    course.update(step=step, began=now)
+    if course["halted"]:
+        raise TimeoutError("not begun: the step before it took too long")
+
+
+def _outcome(course: dict[str, Any], answers: list[Any], error: BaseException | None) -> dict[str, Any]:
+    seconds = [*course["seconds"], time.monotonic() - course["began"]]
+    failed = None if error is None else course["step"]
+    return {"answers": answers, "failed_step": failed, "error": None if error is None else described(error), "seconds": seconds}
+
+
 def unanswered() -> dict[str, concurrent.futures.Future[Any]]:
     """The calls of this process that nobody has fetched the outcome of."""
-    module = sys.modules.setdefault(STORE, types.ModuleType(STORE))
-    calls: dict[str, concurrent.futures.Future[Any]] = module.__dict__.setdefault("calls", {})
+    calls: dict[str, concurrent.futures.Future[Any]] = _kept("calls")
     return calls
+
+
+def courses() -> dict[str, dict[str, Any]]:
+    """Where the chains of this process are, by token."""
+    return _kept("courses")
+
+
+def _kept(name: str) -> dict[str, Any]:
+    module = sys.modules.setdefault(STORE, types.ModuleType(STORE))
+    kept: dict[str, Any] = module.__dict__.setdefault(name, {})
+    return kept
+
+
+def source(actor: Any, path: str) -> Any:
+    """The engine itself: what ``path`` names, or, where the actor's own methods only hand on, the one engine that it holds."""
+    engine = resolve(actor, path)
+    if path or config_of(engine) is not None:
+        return engine
+    held = holders(actor, REQUIRED)
+    return getattr(actor, held[0]) if len(held) == 1 else engine
+
+
+def config_of(engine: Any) -> Any:
+    """vLLM's configuration of an ``AsyncLLM`` or ``LLM``; None if it has none."""
+    config = getattr(engine, "vllm_config", None) or getattr(getattr(engine, "llm_engine", None), "vllm_config", None)
+    return config if hasattr(config, "parallel_config") else None
+
+
+def ray_context() -> Any:
+    """Ray's context of this process, or None where Ray is not loaded or not connected (a test without it)."""
+    ray = sys.modules.get("ray")
+    return ray.get_runtime_context() if ray is not None and ray.is_initialized() else None
+
+
+def identity(worker_id: str | None, instance_id: str | None) -> str | None:
+    """What changes when the process or the engine in it is a new one.
+
+    Either alone is not enough: an actor may build a new engine in its old process, and vLLM's own id is five characters.
+    """
+    return "/".join(str(each) for each in (worker_id, instance_id) if each) or None
+
+
+def successor_of(actor: Any, path: str, incarnation: str | None) -> str | None:
+    """The identity of the engine that is here now, if that is not ``incarnation``."""
+    if incarnation is None:
+        return None
+    context = ray_context()
+    here = identity(context and context.get_worker_id(), getattr(config_of(source(actor, path)), "instance_id", None))
+    return None if here == incarnation else str(here)
 
 
 def world_size(actor: Any, path: str) -> int | None:
     """Workers of a vLLM engine, data parallel ones included (TP x PP x DP); None if there is no vLLM configuration."""
-    engine = resolve(actor, path)
-    config = getattr(engine, "vllm_config", None) or getattr(getattr(engine, "llm_engine", None), "vllm_config", None)
-    size = getattr(getattr(config, "parallel_config", None), "world_size_across_dp", None)
+    size = getattr(getattr(config_of(resolve(actor, path)), "parallel_config", None), "world_size_across_dp", None)
     return None if size is None else int(size)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import urlsplit
 
 from ray_weightsync.errors import ConfigError
@@ -12,28 +14,74 @@ from ray_weightsync.errors import ConfigError
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 _HOST = re.compile(r"[A-Za-z0-9._~-]+")
 
+ENV = "env:"
+"""Starts an api_key that names an environment variable."""
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_TOKEN = "a non-empty string of printable ASCII characters without spaces"
+
 
 @dataclass(frozen=True)
 class Secret:
-    """A string that does not show in a repr, a log or an error. It does travel in a pickle: the process that sends it needs it."""
+    """A bearer token that shows in no repr, log or error, and leaves its process only as the name of an environment variable.
 
-    value: str = field(repr=False)
+    Attributes:
+        variable: Where the token is read, in whatever process uses it; None for one that was given itself.
+    """
+
+    variable: str | None
+    _literal: str | None = field(default=None, repr=False)
+
+    @property
+    def value(self) -> str:
+        """The token.
+
+        Raises:
+            ConfigError: if this process has no such variable, or it holds no token; its value is not repeated.
+        """
+        if self.variable is None:
+            return str(self._literal)
+        value = os.environ.get(self.variable)
+        if value is None:
+            raise ConfigError(
+                f"the environment variable {self.variable}, which an api_key is to be read from, is not set in this process",
+                hint="set it where the process that makes the requests gets its environment: of a session, where Ray was started",
+            )
+        if not _is_token(value):
+            raise ConfigError(f"the environment variable {self.variable} must hold an api_key: {_TOKEN}")
+        return value
 
     def __str__(self) -> str:
         return "***"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.variable is None:
+            raise ConfigError(
+                "an api_key given as the token itself does not leave its process: what Ray carries, it stores and may show",
+                hint=f"give api_key='{ENV}NAME', and set the variable NAME where the requests are made",
+            )
+        return Secret, (self.variable,)
+
 
 def as_secret(name: str, value: str | None) -> Secret | None:
-    """``value`` as a bearer token.
+    """``value``, a token or ``"env:NAME"``, as a bearer token. No variable is read here.
 
     Raises:
-        ConfigError: if it is not a string that fits into a header; the value is not repeated.
+        ConfigError: if it is neither the name of a variable nor a string that fits into a header; the value is not repeated.
     """
     if value is None:
         return None
-    if not isinstance(value, str) or not value or not value.isascii() or not value.isprintable() or " " in value:
-        raise ConfigError(f"{name} must be None or a non-empty string of printable ASCII characters without spaces")
-    return Secret(value)
+    if isinstance(value, str) and value.startswith(ENV):
+        if not _VARIABLE.fullmatch(value.removeprefix(ENV)):
+            raise ConfigError(f"{name} begins with {ENV!r}, so the name of an environment variable must follow: letters, digits and '_'")
+        return Secret(value.removeprefix(ENV))
+    if not isinstance(value, str) or not _is_token(value):
+        raise ConfigError(f"{name} must be None, '{ENV}NAME' or {_TOKEN}")
+    return Secret(None, value)
+
+
+def _is_token(value: str) -> bool:
+    return value != "" and value.isascii() and value.isprintable() and " " not in value
 
 
 def base_url(url: str) -> str:

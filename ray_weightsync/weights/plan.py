@@ -7,82 +7,31 @@ whenever it is made, and compared by digest. It moves no bytes: see `packing`.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
-import torch
 import xxhash
 
 from ray_weightsync.errors import ConfigError
-from ray_weightsync.weights.dtypes import DTYPES, dtype_name
+from ray_weightsync.weights.dtypes import dtype_name
+from ray_weightsync.weights.tensor_spec import (
+    ALIGN,
+    MAX_PAYLOAD_BYTES,
+    ParamMeta,
+    ParamMetaLike,
+    TensorSpec,
+    as_shape,
+    check_names,
+    checked_nbytes,
+    is_int,
+    round_up,
+)
 
-ALIGN = 64
-"""Every tensor starts at a multiple of this many bytes: a cache line, and enough for any dtype's own alignment."""
-
-MAX_PAYLOAD_BYTES = 1 << 62
-MAX_DIMS = 64  # torch's own limit for tensor views
+__all__ = ["ALIGN", "ParamMeta", "ParamMetaLike", "Plan", "Segment", "TensorSpec"]
 
 _WIRE_FORMAT = 1
-
-
-def round_up(num_bytes: int) -> int:
-    """The smallest multiple of `ALIGN` that holds ``num_bytes``."""
-    return -(-num_bytes // ALIGN) * ALIGN
-
-
-class ParamMetaLike(Protocol):
-    """What a plan reads of a source's metadata; vLLM's own ``ParamMeta`` is one."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-
-@dataclass(frozen=True)
-class ParamMeta:
-    """Name, dtype on the wire and full shape of one tensor; the same three fields as vLLM's."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """One tensor and its place in the payload.
-
-    Attributes:
-        name: What the engine's ``load_weights`` calls it.
-        dtype: The attribute name of a torch dtype, such as ``"bfloat16"``.
-        shape: Full shape; ``()`` for a scalar.
-        offset: First byte in the payload, a multiple of `ALIGN`.
-        nbytes: Bytes of the contiguous tensor, without padding.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype]
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def end(self) -> int:
-        """First byte after this tensor and its padding."""
-        return self.offset + round_up(self.nbytes)
 
 
 @dataclass(frozen=True)
@@ -119,10 +68,10 @@ class Plan:
             raise ConfigError(f"a plan's target must be a non-empty str, not {self.target!r}")
         if not self.tensors:
             raise ConfigError("there is nothing to send: the source has no tensors")
-        _check_names([spec.name for spec in self.tensors])
+        check_names([spec.name for spec in self.tensors])
         offset = 0
         for spec in self.tensors:
-            nbytes = _checked_nbytes(spec.name, spec.dtype, spec.shape)
+            nbytes = checked_nbytes(spec.name, spec.dtype, spec.shape)
             if spec.offset != offset or spec.nbytes != nbytes:
                 raise ConfigError(
                     f"tensor {spec.name!r} must lie at byte {offset} with {nbytes} bytes, not at {spec.offset} with {spec.nbytes}"
@@ -161,7 +110,7 @@ class Plan:
                     f"metadata entry {len(names)} is {meta!r}; it needs the attributes name, dtype and shape, as ParamMeta has"
                 ) from error
             try:
-                layouts.append((dtype_name(dtype), _as_shape(shape)))
+                layouts.append((dtype_name(dtype), as_shape(shape)))
             except ConfigError as error:
                 raise ConfigError(f"tensor {name!r}: {error.message}") from error
             names.append(name)
@@ -172,7 +121,7 @@ class Plan:
         specs = []
         offset = 0
         for name, (dtype, shape) in zip(names, layouts, strict=True):
-            nbytes = _checked_nbytes(name, dtype, shape)
+            nbytes = checked_nbytes(name, dtype, shape)
             specs.append(TensorSpec(name, dtype, shape, offset, nbytes))
             offset += round_up(nbytes)
         return cls(tuple(specs), offset, (Segment(0, 0, offset),), target)
@@ -223,7 +172,7 @@ class Plan:
         if not isinstance(wire, Mapping) or set(wire) != _WIRE_KEYS:
             found = sorted(map(str, wire)) if isinstance(wire, Mapping) else type(wire).__name__
             raise ConfigError(f"not a wire plan: expected the keys {sorted(_WIRE_KEYS)}, found {found}")
-        if not _is_int(wire["format"]) or wire["format"] != _WIRE_FORMAT:
+        if not is_int(wire["format"]) or wire["format"] != _WIRE_FORMAT:
             raise ConfigError(f"this version reads wire plans of format {_WIRE_FORMAT}, not {wire['format']!r}")
         names = _wire_list(wire, "names")
         layouts = [_wire_layout(entry) for entry in _wire_list(wire, "layouts")]
@@ -231,15 +180,15 @@ class Plan:
         if len(layout_of) != len(names):
             raise ConfigError(f"wire plan: {len(names)} names but {len(layout_of)} layouts")
         for index in layout_of:
-            if not _is_int(index) or not 0 <= index < len(layouts):
+            if not is_int(index) or not 0 <= index < len(layouts):
                 raise ConfigError(f"wire plan: layout_of must hold indices below {len(layouts)}, not {index!r}")
         laid_out = cls._laid_out(names, [layouts[index] for index in layout_of], wire["target"])
         segments = []
         for entry in _wire_list(wire, "segments"):
-            if not isinstance(entry, list | tuple) or len(entry) != 3 or not all(map(_is_int, entry)):
+            if not isinstance(entry, list | tuple) or len(entry) != 3 or not all(map(is_int, entry)):
                 raise ConfigError(f"wire plan: a segment must be [writer, start, stop], not {entry!r}")
             segments.append(Segment(*entry))
-        if not _is_int(wire["num_bytes"]) or wire["num_bytes"] != laid_out.num_bytes:
+        if not is_int(wire["num_bytes"]) or wire["num_bytes"] != laid_out.num_bytes:
             raise ConfigError(f"wire plan: its tensors have {laid_out.num_bytes} bytes, it says {wire['num_bytes']!r}")
         if wire["digest"] != laid_out.digest:
             raise ConfigError(f"wire plan: its digest is {laid_out.digest}, it says {wire['digest']!r}; it was changed on the way")
@@ -249,46 +198,6 @@ class Plan:
 
 
 _WIRE_KEYS = frozenset({"format", "target", "names", "layouts", "layout_of", "segments", "num_bytes", "digest"})
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _as_shape(shape: object) -> tuple[int, ...]:
-    if not isinstance(shape, list | tuple):  # torch.Size is a tuple
-        raise ConfigError(f"a shape must be a tuple or list of ints, not {type(shape).__name__}")
-    if len(shape) > MAX_DIMS:
-        raise ConfigError(f"a shape of {len(shape)} dimensions is more than torch's {MAX_DIMS}")
-    for size in shape:
-        if not _is_int(size) or size < 0:
-            raise ConfigError(f"a shape must hold ints of at least 0: {tuple(shape)!r}")
-    return tuple(shape)
-
-
-def _checked_nbytes(name: str, dtype: str, shape: tuple[int, ...]) -> int:
-    if dtype not in DTYPES:
-        raise ConfigError(f"tensor {name!r}: this torch ({torch.__version__}) has no dtype {dtype!r} that can be sent")
-    nbytes = math.prod(shape) * DTYPES[dtype].itemsize
-    # The product is also bounded without its zeros: torch refuses a view whose strides do not fit in 64 bits.
-    if nbytes > MAX_PAYLOAD_BYTES or (nbytes == 0 and math.prod(size or 1 for size in shape) > MAX_PAYLOAD_BYTES):
-        raise ConfigError(f"tensor {name!r}: a shape of {shape} is larger than any machine's memory")
-    return nbytes
-
-
-def _check_names(names: list[str]) -> None:
-    for position, name in enumerate(names):
-        if not isinstance(name, str) or not name:
-            raise ConfigError(f"tensor {position} must have a non-empty str as its name, not {name!r}")
-    if len(set(names)) != len(names):
-        seen: set[str] = set()
-        twice = next(name for name in names if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise ConfigError(f"tensor name {twice!r} is there twice")
-    try:
-        "".join(names).encode()  # one pass for all; only a failure is looked at name by name
-    except UnicodeEncodeError as error:
-        broken = next(name for name in names if any("\ud800" <= char <= "\udfff" for char in name))
-        raise ConfigError(f"tensor name {broken!r} holds an unpaired surrogate, which no wire can carry") from error
 
 
 def _wire_list(wire: Mapping[str, Any], key: str) -> list[Any]:
@@ -301,4 +210,4 @@ def _wire_list(wire: Mapping[str, Any], key: str) -> list[Any]:
 def _wire_layout(entry: object) -> tuple[str, tuple[int, ...]]:
     if not isinstance(entry, list | tuple) or len(entry) != 2 or not isinstance(entry[0], str):
         raise ConfigError(f"wire plan: a layout must be [dtype, shape], not {entry!r}")
-    return entry[0], _as_shape(entry[1])
+    return entry[0], as_shape(entry[1])

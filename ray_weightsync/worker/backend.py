@@ -21,6 +21,7 @@ from ray_weightsync.worker.agreement import over_world_group
 from ray_weightsync.worker.identity import resident
 from ray_weightsync.worker.receiver import Receiver
 from ray_weightsync.worker.reload import LayerwiseReload, restored
+from ray_weightsync.worker.ties import agreeing
 from ray_weightsync.worker.twin import check_on_twin
 from ray_weightsync.worker.updates import WorkerUpdates
 
@@ -108,6 +109,7 @@ class VLLMModel:
         self._reload = LayerwiseReload(model, vllm_config.model_config)
         self._loaded = False
         self._unjudged: list[str] = []
+        self._ties: dict[str, frozenset[str]] = {}
 
     def check(self, plan: Plan) -> list[str]:
         """What speaks against loading ``plan`` here, judged on a meta twin."""
@@ -116,8 +118,17 @@ class VLLMModel:
             return [f"this engine's backend updates the main model only, not {plan.target!r}"]
         # vLLM sets its config around start, update and finish, but not around this call; some loaders read it.
         with set_current_vllm_config(self._vllm_config), disable_mtp_completeness_check():
-            verdict = check_on_twin(self._model, plan, restored=restored, world_size=self._world_size, aliases=self._reload.aliases)
+            verdict = check_on_twin(
+                self._model,
+                plan,
+                restored=restored,
+                world_size=self._world_size,
+                aliases=self._reload.aliases,
+                shared=self._reload.shared,
+            )
         self._unjudged = list(verdict.unjudged)
+        for name, others in verdict.ties.items():  # kept for every plan: where a name leads is the model's affair
+            self._ties[name] = self._ties.get(name, frozenset()) | others
         return list(verdict.problems)
 
     def unjudged(self) -> list[str]:
@@ -130,10 +141,15 @@ class VLLMModel:
         self._reload.start()
 
     def load(self, pairs: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Hand ``pairs`` to the model's own ``load_weights``."""
+        """Hand ``pairs`` to the model's own ``load_weights``.
+
+        Raises:
+            ValueError: for tied names that bring different values. vLLM would keep whichever is loaded last, without a word.
+            Exception: whatever the model's loaders raise.
+        """
         # As vLLM's own backends do: the check is for checkpoints, and a sender may leave the multi-token-prediction head alone.
         with disable_mtp_completeness_check():
-            self._model.load_weights(pairs)
+            self._model.load_weights(agreeing(pairs, self._ties))
         if self._device.type != "cpu":
             torch.accelerator.synchronize()  # copies to a device are asynchronous; their errors belong to this update
         self._loaded = True

@@ -120,6 +120,19 @@ class Ledger:
                 problems.append(_missing(parameter, wanted, names))
         return problems
 
+    def ties(self, shared: Mapping[str, frozenset[str]]) -> dict[str, frozenset[str]]:
+        """By name on the wire, the names of what goes to the same place, because parameters lie in one memory."""
+        by_name = {parameter.name: parameter for parameter in self._of.values()}
+        found: dict[str, set[str]] = {}
+        for name, others in shared.items():
+            for other in others & by_name.keys() if name in by_name else ():
+                there = by_name[other].sources
+                for place, wire in by_name[name].sources.items():
+                    rival = there.get(place)
+                    if wire is not None and rival is not None and rival != wire:
+                        found.setdefault(wire, set()).add(rival)
+        return {wire: frozenset(rivals) for wire, rivals in found.items()}
+
     def unjudged(self) -> list[str]:
         found = []
         for parameter in self._of.values():

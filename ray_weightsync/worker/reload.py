@@ -39,7 +39,8 @@ class LayerwiseReload:
         model_config: vLLM's config of it.
 
     Attributes:
-        aliases: Parameters that lie in the memory of others, with the names of those.
+        shared: Parameters that lie in the memory of others, with the names of those.
+        aliases: Those of them that have what one of the others was given, so that one name is enough.
     """
 
     def __init__(self, model: torch.nn.Module, model_config: Any) -> None:
@@ -47,11 +48,11 @@ class LayerwiseReload:
         self._model_config = model_config
         # A model may keep tensors on meta for reasons of its own; only what a session adds is a leftover.
         self._on_meta = set(self._names_on_meta())
+        named = list(model.named_parameters(remove_duplicate=False))
+        self.shared = aliases_of(named)
         # On an accelerator a tied weight is one tensor, and loading it under one name loads it under both. On a CPU each of its
         # layers keeps a repacked copy of its own, which only its own name reaches.
-        self.aliases = aliases_of(
-            (name, each) for name, each in model.named_parameters(remove_duplicate=False) if each.device.type not in ("cpu", "meta")
-        )
+        self.aliases = aliases_of((name, each) for name, each in named if each.device.type != "cpu")
 
     def start(self) -> None:
         """Put the model's parameters on meta and collect from now on. Leftovers of an earlier session are flushed first."""

@@ -5,8 +5,9 @@ only when the live weights are half gone. The twin finds all of these before any
 its parameters meta tensors made from the metadata that vLLM itself restores for a reload, its loaders the model's own. So
 fused, sharded, padded and expert parameters are judged by the very code that will load them, on every rank for its own shard.
 
-Judged: unknown names, shapes, completeness, two names for one place, dtypes. Not judged: values - and a loader that looks at
-values, or that would reach real memory, cannot be followed; that is reported as a guarantee not given, never as a refusal.
+Judged: unknown names, shapes, completeness, two names for one place, dtypes. Told as well: which names are tied in this model,
+so that their values can be compared when they come. Not judged: values - and a loader that looks at values, or that would
+reach real memory, cannot be followed; that is reported as a guarantee not given, never as a refusal.
 
 The live model is not touched: its tensors are not among the twin's, and a write to anything but meta memory stops the check.
 
@@ -26,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ray_weightsync.weights.plan import Plan, TensorSpec
 from ray_weightsync.worker.ledger import Ledger, first_of
+from ray_weightsync.worker.ties import Ties
 
 _ROUTING_TABLES = frozenset(
     {"_expert_map", "expert_mask", "expert_global_to_physical", "expert_physical_to_global", "expert_local_to_global"}
@@ -40,10 +42,12 @@ class Verdict:
     Attributes:
         problems: What speaks against the plan, a sentence each.
         unjudged: What could not be judged, a sentence each.
+        ties: By name in the plan, the names of tensors that have to be equal to it, because they go to the same memory.
     """
 
     problems: list[str] = field(default_factory=list)
     unjudged: list[str] = field(default_factory=list)
+    ties: Ties = field(default_factory=dict)
 
 
 Restored = Callable[[torch.nn.Module], tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]
@@ -51,7 +55,13 @@ Restored = Callable[[torch.nn.Module], tuple[dict[str, torch.Tensor], dict[str, 
 
 
 def check_on_twin(
-    model: torch.nn.Module, plan: Plan, *, restored: Restored, world_size: int, aliases: Mapping[str, frozenset[str]] = MappingProxyType({})
+    model: torch.nn.Module,
+    plan: Plan,
+    *,
+    restored: Restored,
+    world_size: int,
+    aliases: Mapping[str, frozenset[str]] = MappingProxyType({}),
+    shared: Mapping[str, frozenset[str]] = MappingProxyType({}),
 ) -> Verdict:
     """Load ``plan`` into a meta twin of ``model`` and say what each parameter would get. ``model`` is not touched.
 
@@ -61,6 +71,7 @@ def check_on_twin(
         restored: What a reload would put into each module of ``model``.
         world_size: Workers of this engine.
         aliases: Parameters that live in the memory of others, with the names of those: what the others are given, these have too.
+        shared: The same, also where each name has to be loaded all the same (see `LayerwiseReload`).
     """
     try:
         twin = _build(model, restored)
@@ -75,10 +86,12 @@ def check_on_twin(
     except Exception as error:
         stopped = f"{_where(wire.current, ledger)}{_said(error)}"
         if _is_of_the_method(error):
-            return Verdict(ledger.dtype_problems(), [f"the check could not go on {stopped}: what follows is not checked"])
+            unjudged = [f"the check could not go on {stopped}: what follows is not checked"]
+            return Verdict(ledger.dtype_problems(), unjudged, ledger.ties(shared))
     if stopped is not None:  # what is missing cannot be told: the rest of the plan was not loaded
         return Verdict(first_of([stopped, *ledger.dtype_problems()]))
-    return Verdict(first_of([*ledger.dtype_problems(), *ledger.coverage_problems(plan)]), ledger.unjudged())
+    problems = first_of([*ledger.dtype_problems(), *ledger.coverage_problems(plan)])
+    return Verdict(problems, ledger.unjudged(), ledger.ties(shared))
 
 
 class _Wire:

@@ -1,8 +1,7 @@
 """What an engine worker remembers of an update, and how its workers answer for it together.
 
-Engine-agnostic: the vLLM backend and `TorchEngine` both drive a `WorkerUpdates`. It owns the record of a session
-(start, update, finish), the comparison of what was expected with what was recorded, and the rule that keeps engines with
-several workers in step:
+Engine-agnostic: the vLLM backend and `TorchEngine` both drive a `WorkerUpdates`. It owns the course of a session (start,
+update, finish; what of it counts as complete is said by `record`), and the rule that keeps engines with several workers in step:
 
     **record, agree, the last rank raises.**  vLLM's executors read replies rank by rank and stop at the first failure. The
     unread replies stay queued, every later reply is one call old, and a torn replica answers "OK" (seen on a real TP 2
@@ -23,7 +22,6 @@ import os
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from ray_weightsync.weights.plan import Plan
@@ -31,7 +29,8 @@ from ray_weightsync.worker import payload
 from ray_weightsync.worker.identity import RESIDENT as RESIDENT
 from ray_weightsync.worker.identity import node_ip
 from ray_weightsync.worker.identity import package_version as package_version
-from ray_weightsync.worker.receiver import Received, Receiver
+from ray_weightsync.worker.receiver import Receiver
+from ray_weightsync.worker.record import Asked, Session
 from ray_weightsync.worker.seams import Agreement, ModelLoader
 from ray_weightsync.worker.seams import SoleRank as SoleRank
 
@@ -42,19 +41,6 @@ MARKER = "rws: "
 
 MAX_PLANS = 4
 """Plans a worker keeps: enough for a main and a draft model and one change of each; 37,000 tensors are some 10 MB of Python."""
-
-
-@dataclass
-class _Session:
-    """What happened since the latest `start`; kept after `finish`, until the next one."""
-
-    round: str | None = None
-    epoch: int | None = None
-    plan: str | None = None
-    received: Received | None = None
-    updates: int = 0
-    finished: bool = False
-    failures: list[str] = field(default_factory=list)
 
 
 class WorkerUpdates:
@@ -80,7 +66,7 @@ class WorkerUpdates:
         self._receivers = dict(receivers)
         self._resident = resident
         self._plans: OrderedDict[str, tuple[Plan, list[str]]] = OrderedDict()
-        self._session: _Session | None = None
+        self._session: Session | None = None
         self._open = False
         self._epoch = 0
         self._incarnation = uuid.uuid4().hex
@@ -160,7 +146,7 @@ class WorkerUpdates:
     def start(self) -> None:
         """Open a session. Never raises; whatever goes wrong is told by the outcome."""
         over_open = self._open
-        self._session = session = _Session()
+        self._session = session = Session()
         self._open = True
         if over_open:
             session.failures.append("start_weight_update came while an update was open")
@@ -175,7 +161,7 @@ class WorkerUpdates:
                 that a receiver may wait for the sender), and what the transport needs.
         """
         if not self._open or self._session is None:
-            self._session = _Session(failures=["update_weights came without start_weight_update"], finished=True)
+            self._session = Session(failures=["update_weights came without start_weight_update"], finished=True)
             return
         session = self._session
         session.updates += 1
@@ -185,7 +171,7 @@ class WorkerUpdates:
             return  # nothing is loaded into a model that is not ready for it; finish flushes
         self._record(session, "update_weights", lambda: self._load(session, info))
 
-    def _load(self, session: _Session, info: Mapping[str, Any]) -> None:
+    def _load(self, session: Session, info: Mapping[str, Any]) -> None:
         session.round, session.epoch, session.plan = payload.text(info, "round"), payload.count(info, "epoch"), payload.text(info, "plan")
         receiver = self._receiver(info)
         payload.limit_s(info)
@@ -205,14 +191,14 @@ class WorkerUpdates:
     def finish(self) -> None:
         """Close the session: the model is complete, or flushed, and ready for the next start. Never raises."""
         if not self._open or self._session is None:
-            self._session = _Session(failures=["finish_weight_update came without start_weight_update"], finished=True)
+            self._session = Session(failures=["finish_weight_update came without start_weight_update"], finished=True)
             return
         session = self._session
         self._record(session, "finish_weight_update", self._model.finish)
         session.finished = True
         self._open = False
 
-    def _record(self, session: _Session, verb: str, step: Callable[[], None]) -> None:
+    def _record(self, session: Session, verb: str, step: Callable[[], None]) -> None:
         try:
             step()
         except Exception as error:
@@ -223,40 +209,10 @@ class WorkerUpdates:
     # -- what holds --------------------------------------------------------------------------------------------------------
 
     def _verdict(self, info: Mapping[str, Any]) -> str | None:
-        """What stands between the latest session here and the round asked for; None if it is that round, complete."""
-        asked, epoch, expected = payload.text(info, "round"), payload.count(info, "epoch"), payload.mapping(info, "expected")
-        wanted: dict[str, str | int] = {
-            "plan": payload.text(expected, "plan"),
-            "snapshot": payload.text(expected, "snapshot"),
-            "digest": payload.text(expected, "digest"),
-            "num_bytes": payload.count(expected, "num_bytes"),
-            "num_tensors": payload.count(expected, "num_tensors"),
-        }
-        session = self._session
-        if session is None:
-            return f"round {asked} is not known here: no update has been started in this worker"
-        complaints = list(session.failures)
-        if not session.finished:
-            complaints.append("finish_weight_update has not been called")
-        if session.updates == 0 and not session.failures:
-            complaints.append("nothing was transferred: start and finish came without update_weights")
-        if session.round is not None and (session.round, session.epoch) != (asked, epoch):
-            complaints.append(
-                f"round {asked} of epoch {epoch} was asked for, the latest update is round {session.round} of epoch {session.epoch}"
-            )
-        if session.received is not None:
-            got = session.received
-            found: dict[str, str | int | None] = {
-                "plan": session.plan,
-                "snapshot": got.snapshot,
-                "digest": got.digest,
-                "num_bytes": got.num_bytes,
-                "num_tensors": got.num_tensors,
-            }
-            complaints += [f"{key}: expected {wanted[key]}, received {found[key]}" for key in wanted if wanted[key] != found[key]]
-        elif not complaints:
-            complaints.append("nothing was received")
-        return "; ".join(complaints) or None
+        asked = Asked.from_payload(info)
+        if self._session is None:
+            return f"round {asked.round} is not known here: no update has been started in this worker"
+        return self._session.verdict(asked)
 
     def describe(self, nonce: str) -> dict[str, Any]:
         """What this worker is and holds, as plain JSON types, with ``nonce`` echoed. Never raises, never waits.

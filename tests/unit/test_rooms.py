@@ -34,6 +34,7 @@ ONLY_IN_ENGINES = {
     "worker/twin.py",
     "engines/plugin.py",
     "engines/plugin_backend.py",
+    "testing/extension.py",
 }
 """Modules that are imported in engine processes alone; elsewhere vllm is imported inside functions that run there."""
 

@@ -1,17 +1,19 @@
-"""A worker extension that can break its worker on purpose. Imported in engine workers only: it brings vLLM with it."""
+"""The fault kit's worker extension, and what only these tests ask of a worker. Imported in engine workers only: it brings vLLM with it."""
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from ray_weightsync.engines.plugin import WorkerExtension
+from ray_weightsync.testing import extension
 
 
-class FaultyExtension(WorkerExtension):
-    """`WorkerExtension`, and faults: the product has no hooks for them, so they are patched into one worker's instances."""
+class FaultyExtension(extension.FaultyExtension):
+    """Faults in places that are vLLM's own, and a look at what is left in a worker."""
 
     def rws_test_fail(self, ranks: list[int], steps: list[str]) -> None:
         """From now on these ranks fail in these steps: ``start``, ``load`` (half way), ``finish`` (inside vLLM's own finalize).
@@ -21,23 +23,31 @@ class FaultyExtension(WorkerExtension):
         self.rws_test_heal()
         if self.rank not in ranks:
             return
-        loader = self.weight_transfer_engine.updates._model
+        model = self.weight_transfer_engine.updates._model._model
         patches = {
-            "start": (loader._reload, "start", _raising("made to fail in start")),
-            "load": (loader._model, "load_weights", _half_then_raising(loader._model.load_weights)),
-            "skip": (loader._model, "load_weights", _skipping(loader._model.load_weights)),
+            "skip": (model, "load_weights", _skipping(model.load_weights)),
             # A vocabulary of 2047 is padded, so the embedding is never complete on its own: finalize processes it.
-            "finish": (_embedding(loader._model).quant_method, "process_weights_after_loading", _raising("made to fail in finish")),
+            "finish": (_embedding(model).quant_method, "process_weights_after_loading", _raising("made to fail in finish")),
         }
-        self._rws_test_patched = [patches[step] for step in steps]
+        self._rws_test_directory = tempfile.mkdtemp(prefix="rws-tests-")
+        for step in steps:
+            if step in patches:
+                self._rws_test_patched.append(patches[step])
+            else:
+                spec = {"replica": "under test", "phase": step, "kind": "raise", "rank": self.rank, "times": 1000}
+                self._rws_faults().obey({"op": "arm", "id": step, "directory": self._rws_test_directory, "spec": spec})
         for owner, name, patch in self._rws_test_patched:
             setattr(owner, name, patch)
 
     def rws_test_heal(self) -> None:
         """Take the faults out again."""
+        self._rws_faults().heal()
         for owner, name, _ in getattr(self, "_rws_test_patched", ()):
             delattr(owner, name)
-        self._rws_test_patched = []
+        self._rws_test_patched: list[tuple[Any, str, Any]] = []
+        if (directory := getattr(self, "_rws_test_directory", None)) is not None:
+            shutil.rmtree(directory)
+            self._rws_test_directory = None
 
     def rws_test_write_into_what_is_loaded(self) -> None:
         """The next load zeroes every tensor it was given that is loaded at once, as some loaders do with what they do not need."""
@@ -95,19 +105,6 @@ class FaultyExtension(WorkerExtension):
 def _raising(words: str) -> Callable[..., None]:
     def fail(*args: Any) -> None:
         raise RuntimeError(words)
-
-    return fail
-
-
-def _half_then_raising(load: Callable[[Any], Any]) -> Callable[[Any], None]:
-    def fail(pairs: Iterator[tuple[str, torch.Tensor]]) -> None:
-        def half() -> Iterator[tuple[str, torch.Tensor]]:
-            for count, pair in enumerate(pairs):
-                if count == 13:  # in the middle of a layer, and of its fused projections
-                    raise RuntimeError("made to fail in load")
-                yield pair
-
-        load(half())
 
     return fail
 

@@ -9,7 +9,6 @@ starts, or by the next store in the same directory.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import itertools
 import logging
@@ -25,8 +24,6 @@ from ray_weightsync.transports.host.files import open_directory
 from ray_weightsync.transports.host.layout import (
     HEADER_BYTES,
     FileState,
-    HeaderPage,
-    NoRoomError,
     SlotAddress,
     SlotError,
     check_digest,
@@ -34,26 +31,10 @@ from ray_weightsync.transports.host.layout import (
     check_session,
     check_snapshot,
 )
-from ray_weightsync.transports.host.memory import available_bytes
-from ray_weightsync.transports.host.pages import reserve
+from ray_weightsync.transports.host.slot_file import SlotFile, unlink
 from ray_weightsync.transports.host.slots import Slot, SlotState, StoreStats, fitting, surplus
 
 logger = logging.getLogger(__name__)
-
-_NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG)
-
-
-class _OpenSlot:
-    """A slot, its open file and its mapped header."""
-
-    def __init__(self, slot: Slot, fd: int) -> None:
-        self.slot = slot
-        self.fd = fd
-        self.header = HeaderPage(fd, writable=True)
-
-    def close(self) -> None:
-        self.header.close()
-        os.close(self.fd)
 
 
 class SnapshotStore:
@@ -78,7 +59,7 @@ class SnapshotStore:
         self._num_slots = num_slots
         self._nonce = uuid.uuid4().hex
         self._lock = threading.Lock()
-        self._slots: dict[str, _OpenSlot] = {}
+        self._slots: dict[str, SlotFile] = {}
         self._numbers = itertools.count()
         self._turns = itertools.count(1)
         self._counts: Counter[str] = Counter()
@@ -90,7 +71,7 @@ class SnapshotStore:
             owner_fd = janitor.own(self._directory_fd, session, limit_s=janitor.OWN_LIMIT_S)
             undo.callback(os.close, owner_fd)
             # Unlinked while it is locked, as unlocked files are anybody's to sweep, a successor's slots included.
-            undo.callback(self._unlink, janitor.owner_name(session))
+            undo.callback(unlink, self._directory_fd, janitor.owner_name(session))
             os.write(owner_fd, self._nonce.encode())
             self._janitor_pid, lifeline = janitor.start(directory, session)
             undo.callback(os.close, lifeline)
@@ -217,7 +198,7 @@ class SnapshotStore:
                 return
             with undo:
                 for held in self._slots.values():
-                    undo.callback(self._end, held)
+                    undo.callback(held.end, self._directory_fd)
                 self._slots.clear()
 
     def __enter__(self) -> SnapshotStore:
@@ -239,10 +220,10 @@ class SnapshotStore:
     def _known(self) -> list[Slot]:
         return [held.slot for held in list(self._slots.values())]
 
-    def _find(self, snapshot: str) -> _OpenSlot | None:
+    def _find(self, snapshot: str) -> SlotFile | None:
         return next((held for held in self._slots.values() if held.slot.snapshot == snapshot), None)
 
-    def _of(self, snapshot: str) -> _OpenSlot:
+    def _of(self, snapshot: str) -> SlotFile:
         held = self._find(check_snapshot(snapshot))
         if held is None:
             raise SlotError(f"snapshot {snapshot} has no slot: it was never opened here, was given up, or its slot went to another one")
@@ -253,7 +234,7 @@ class SnapshotStore:
             directory=self.directory, name=slot.name, snapshot=slot.snapshot, plan=slot.plan, num_bytes=slot.num_bytes, overlap=slot.overlap
         )
 
-    def _reused(self, num_bytes: int) -> _OpenSlot | None:
+    def _reused(self, num_bytes: int) -> SlotFile | None:
         """A spare slot of the right size, locked by us; those that somebody holds are retired on the way."""
         for slot in fitting(self._known(), num_bytes):
             held = self._slots[slot.name]
@@ -264,25 +245,10 @@ class SnapshotStore:
             self._drop([slot])
         return None
 
-    def _allocated(self, num_bytes: int) -> _OpenSlot:
+    def _allocated(self, num_bytes: int) -> SlotFile:
         self._drop(surplus(self._known(), self._num_slots - 1))  # one more is about to come
-        needed = HEADER_BYTES + num_bytes
-        if (available := available_bytes(self._directory_fd)) < needed:
-            raise NoRoomError(needed, available, self.directory)
         name = janitor.slot_name(self.session, next(self._numbers))
-        fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | janitor.SAFE_OPEN, 0o600, dir_fd=self._directory_fd)
-        try:
-            os.fchmod(fd, 0o600)  # whatever the umask is
-            if not janitor.try_lock(fd):
-                raise SlotError(f"{self.directory}/{name} was locked by somebody else as soon as it was there")
-            reserve(fd, needed)
-            held = _OpenSlot(Slot(name=name, num_bytes=num_bytes), fd)
-        except BaseException as error:
-            self._unlink(name)
-            os.close(fd)
-            if isinstance(error, OSError) and error.errno in _NO_ROOM:
-                raise NoRoomError(needed, available_bytes(self._directory_fd), self.directory) from error
-            raise
+        held = SlotFile.allocated(self._directory_fd, self.directory, name, num_bytes)
         self._slots[name] = held
         self._counts["allocated"] += 1
         return held
@@ -291,18 +257,4 @@ class SnapshotStore:
         for slot in slots:
             held = self._slots.pop(slot.name)
             held.slot = held.slot.moved(SlotState.RETIRED, next(self._turns))
-            self._counts["dropped" if self._end(held) else "retired"] += 1
-
-    def _end(self, held: _OpenSlot) -> bool:
-        """Unlink a slot and let go of it. True if its memory is free now, False if it goes with somebody's last map."""
-        self._unlink(held.slot.name)
-        try:
-            if held.header.state == FileState.WRITING:
-                held.header.state = FileState.ABORTED  # receivers that wait behind the watermark fail at once
-            return janitor.free(held.fd)
-        finally:
-            held.close()
-
-    def _unlink(self, name: str) -> None:
-        with contextlib.suppress(FileNotFoundError):  # somebody emptied the directory; that it is gone is all that is wanted
-            os.unlink(name, dir_fd=self._directory_fd)
+            self._counts["dropped" if held.end(self._directory_fd) else "retired"] += 1

@@ -256,7 +256,7 @@ class TestChain:
 
         async def session() -> Any:
             await channel.probe()
-            chain = asyncio.create_task(channel.call_chain(CHAIN))
+            chain = asyncio.create_task(channel.call_chain("c", CHAIN))
             await asyncio.sleep(0)  # the chain is submitted
             requests = [actor.generate.remote() for _ in range(3)]
             outcome = await chain
@@ -271,21 +271,21 @@ class TestChain:
 
     def test_the_step_that_failed_is_named_and_later_ones_are_not_run(self) -> None:
         for actor in (SyncHoldingActor.remote({"update": "raise"}), HoldingActor.remote({"update": "raise"})):
-            outcome = asyncio.run(ActorChannel(actor, label="x").call_chain(CHAIN))
+            outcome = asyncio.run(ActorChannel(actor, label="x").call_chain("c", CHAIN))
             assert (outcome.failed_step, outcome.answers) == (1, (None,))
             assert words(outcome.error) == "ValueError: no luck in update"
             assert held_order(actor) == ["start", "update"]
 
     def test_an_engine_called_directly_runs_a_chain_too(self) -> None:
         actor = EngineActor.remote({"finish": "raise"})
-        outcome = asyncio.run(ActorChannel(actor, label="e0").call_chain(CHAIN))
+        outcome = asyncio.run(ActorChannel(actor, label="e0").call_chain("c", CHAIN))
         assert (outcome.failed_step, words(outcome.error)) == (2, "ValueError: no luck in finish")
         assert ray.get(actor.record.remote())["order"] == ["start", "update", "finish"]
 
     def test_a_chain_with_a_verb_that_is_missing_does_not_begin(self) -> None:
         actor = SyncHoldingActor.remote()
         with pytest.raises(UnsupportedError):
-            asyncio.run(ActorChannel(actor, label="s0").call_chain([*CHAIN, (verbs.SET_VERSION, ("v",), {})]))
+            asyncio.run(ActorChannel(actor, label="s0").call_chain("c", [*CHAIN, (verbs.SET_VERSION, ("v",), {})]))
         assert ray.get(actor.order.remote()) == []
 
 

@@ -78,4 +78,5 @@ def start_fleet(engine_pool: list[Any]) -> Iterator[Callable[..., Fleet]]:
     for engine in started:
         ray.kill(engine)
     for engine in engine_pool:
+        ray.get(engine.__ray_call__.remote(lambda actor: actor._gate.update_open and actor.finish_weight_update()), timeout=LIMIT_S)
         ray.get([engine.resume_generation.remote(), engine.update_weight_version.remote("default")], timeout=LIMIT_S)

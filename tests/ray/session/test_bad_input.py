@@ -10,6 +10,7 @@ import ray
 import torch
 
 import ray_weightsync as rws
+from ray_weightsync.fleet.actor import find_coordinator
 from tests.ray.session.conftest import LIMIT_S, Fleet, make_module
 
 StartFleet = Callable[..., Fleet]
@@ -47,6 +48,18 @@ class TestAttach:
         with pytest.raises(rws.AttachError, match="same engine"):
             rws.WeightSync.attach([engine, "twice"])
         ray.kill(engine)
+
+    def test_a_client_with_a_token_in_it_is_not_sent_to_the_coordinator(self) -> None:
+        client = rws.HTTPVLLMWeightSyncClient("https://h", api_key="s3cret")
+        with pytest.raises(rws.ConfigError, match="does not leave its process") as raised:
+            rws.WeightSync.attach([client], name="keyed")
+        assert "s3cret" not in str(raised.value)
+        with pytest.raises(rws.AttachError, match="No session named 'keyed' is running"):
+            find_coordinator("keyed")
+
+    def test_a_variable_that_the_coordinator_does_not_have_is_named(self) -> None:
+        with pytest.raises(rws.AttachError, match="the environment variable RWS_TEST_NO_KEY"):
+            rws.WeightSync.attach([rws.EngineRef("https://h", api_key="env:RWS_TEST_NO_KEY")])
 
     def test_an_actor_that_is_no_engine_is_refused_by_what_it_lacks(self, engine_pool: list[Any]) -> None:
         actor = NoEngine.remote()

@@ -50,7 +50,9 @@ class TestEngineRef:
             ("http://h", {"verify": ""}, "verify"),
             ("http://h", {"verify": None}, "verify"),
             ("http://h", {"api_key": ""}, "api_key"),
-            ("http://h", {"api_key": "two words"}, "api_key"),
+            ("http://h", {"api_key": 7}, "api_key"),
+            ("http://h", {"api_key": "env:"}, "api_key"),
+            ("http://h", {"api_key": "env:two words"}, "api_key"),
         ],
     )
     def test_a_wrong_field_is_named(self, target: str, fields: dict[str, Any], named: str) -> None:
@@ -62,7 +64,7 @@ class TestEngineRef:
         [
             ("http://h", {"attr": "llm"}, "attr means nothing for a URL"),
             ("http://h", {"namespace": "n"}, "namespace means nothing for a URL"),
-            ("gen", {"api_key": "k"}, "api_key means nothing for an actor's name"),
+            ("gen", {"api_key": "env:K"}, "api_key means nothing for an actor's name"),
             ("gen", {"verify": False}, "verify means nothing for an actor's name"),
             (Client(), {"attr": "llm"}, "attr means nothing for a client of your own"),
         ],
@@ -77,15 +79,18 @@ class TestEngineRef:
             EngineRef(url)
         assert "pass" not in str(raised.value)
 
-    def test_the_api_key_shows_nowhere_and_travels(self) -> None:
-        ref = EngineRef("http://h", api_key="s3cret")
-        assert "s3cret" not in repr(ref)
-        assert "s3cret" not in str(ref)
-        assert "s3cret" not in shown(ref)
-        assert pickle.loads(pickle.dumps(ref)) == ref
-        with pytest.raises(ConfigError) as raised:
-            EngineRef("http://h", api_key="s3cret key")
+    def test_a_token_itself_is_refused_and_not_repeated(self) -> None:
+        with pytest.raises(ConfigError, match="must be None or 'env:NAME'; a token itself is not accepted") as raised:
+            EngineRef("http://h", api_key="s3cret")
         assert "s3cret" not in str(raised.value)
+
+    def test_the_name_of_a_variable_travels_and_its_value_does_not(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("RWS_TEST_KEY", "s3cret")
+        ref = EngineRef("http://h", api_key="env:RWS_TEST_KEY")
+        pickled = pickle.dumps(ref)
+        assert b"s3cret" not in pickled
+        assert pickle.loads(pickled) == ref
+        assert "s3cret" not in f"{ref} {ref!r} {shown(ref)}"
 
     def test_it_is_frozen(self) -> None:
         with pytest.raises(AttributeError):

@@ -29,6 +29,7 @@ class Server:
         self.instance, self.ranks, self.backend, self.extension = instance, ranks, backend, extension
         self.missing: set[str] = set()
         self.asked: list[str] = []
+        self.tokens: list[str | None] = []
         self.describe: Callable[[str], Any] = lambda nonce: [self.worker(rank, nonce) for rank in range(self.ranks)]
 
     def worker(self, rank: int, nonce: str) -> dict[str, Any]:
@@ -81,7 +82,9 @@ def serving(*servers: Server) -> Iterator[str]:
         def reply(self) -> None:
             length = int(self.headers.get("Content-Length") or 0)
             body = json.loads(self.rfile.read(length)) if length else {}
-            status, answer = next(turns).answer(self.path.lstrip("/").partition("?")[0], body)
+            server = next(turns)
+            server.tokens.append(self.headers.get("Authorization"))
+            status, answer = server.answer(self.path.lstrip("/").partition("?")[0], body)
             content = json.dumps(answer).encode()
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
@@ -199,6 +202,22 @@ def test_nobody_listening_is_an_error_that_names_engine_and_url() -> None:
     with pytest.raises(EngineCallError) as raised:
         asyncio.run(inspect(engine, "n", limit_s=LIMIT_S))
     assert raised.value.failures["gen"].kind == "raised"
+
+
+def test_an_api_key_is_read_from_the_environment_of_the_process_that_attaches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RWS_TEST_KEY", "s3cret")
+    server = Server()
+    with serving(server) as url:
+        attached(url, api_key="env:RWS_TEST_KEY")
+    assert set(server.tokens) == {"Bearer s3cret"}
+
+
+def test_a_variable_that_is_not_set_is_an_error_that_names_engine_and_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RWS_TEST_KEY", raising=False)
+    with pytest.raises(AttachError, match=r"gen \(https://h\) cannot be attached: the environment variable RWS_TEST_KEY") as raised:
+        attached("https://h", id="gen", api_key="env:RWS_TEST_KEY")
+    assert raised.value.replicas == ("gen",)
+    assert "where Ray was started" in str(raised.value)
 
 
 def test_the_world_size_that_was_configured_is_compared_with_the_servers() -> None:

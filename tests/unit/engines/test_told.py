@@ -189,7 +189,7 @@ class TestRead:
 
 class TestTell:
     def ask(self, actor: Any, path: str = "llm") -> dict[str, Any] | None:
-        return tell(actor, path, "token", 10.0, "n")
+        return tell(actor, path, "token", "n", 10.0)
 
     def test_a_synchronous_engine_is_asked_without_taking_the_threads_event_loop_away(self) -> None:
         with asyncio.Runner() as runner:

@@ -13,7 +13,20 @@ from ray_weightsync.engines.resolve import Engine
 from ray_weightsync.fleet.coordinator import Coordinator
 from ray_weightsync.fleet.replica import Replica
 from ray_weightsync.fleet.values import Sealed, Settings, Ticket
-from ray_weightsync.protocol.channel import FINISH, INIT, PAUSE, RESET_PREFIX_CACHE, RESUME, SET_VERSION, START, UPDATE
+from ray_weightsync.protocol.chain import StepByStep
+from ray_weightsync.protocol.channel import (
+    FINISH,
+    GET_VERSION,
+    INIT,
+    IS_PAUSED,
+    PAUSE,
+    RESET_PREFIX_CACHE,
+    RESUME,
+    SET_VERSION,
+    START,
+    UNFINISHED,
+    UPDATE,
+)
 from ray_weightsync.protocol.reading import EngineRestarted
 from ray_weightsync.weights.plan import ParamMeta, Plan
 
@@ -25,6 +38,9 @@ NAMES = {
     FINISH: "finish",
     RESET_PREFIX_CACHE: "cache",
     INSPECT: "inspect",
+    UNFINISHED: "count",
+    IS_PAUSED: "found",
+    GET_VERSION: "found",
 }
 
 _PHASES = ("preflight", "pause", "start", "update", "finish", "attest", "commit", "resume")
@@ -34,7 +50,7 @@ QUICK = Timeouts(min_rate_bytes_per_s=1e12, **{f"{phase}_s": 0.2 for phase in _P
 VERSION_OF_THE_PACKAGE = "0"
 
 
-class FakeEngine:
+class FakeEngine(StepByStep):
     """A `Channel` to an engine in this process, with one worker.
 
     Attributes:
@@ -96,6 +112,10 @@ class FakeEngine:
             await self.release.wait()
         return answer
 
+    async def require_incarnation(self, incarnation: str) -> None:
+        if self.dead or incarnation != self.incarnation:
+            raise EngineRestarted("another process answers")
+
     def _name(self, verb: str, args: tuple[Any, ...]) -> str:
         if verb == INIT:
             return str(args[0]["op"])
@@ -123,6 +143,12 @@ class FakeEngine:
             self.epoch, self._received = args[0]["epoch"], args[0]
         elif verb == FINISH:
             self.update_open = False
+        elif verb == UNFINISHED:
+            return 0
+        elif verb == IS_PAUSED:
+            return self.paused
+        elif verb == GET_VERSION:
+            return self.version
         elif verb == RESET_PREFIX_CACHE:
             return self.cache_answer
         elif verb == INIT:
@@ -240,14 +266,17 @@ class FakeFleet:
 
     async def open(self, version: int | str, plan: Plan | None = None) -> Ticket:
         plan = plan if plan is not None else plan_of()
-        return await self.coordinator.open_snapshot(
+        return await self.coordinator.rounds.open(
             uuid.uuid4().hex, version, plan_digest=plan.digest, plan=plan.to_wire(), node_id="node", busy="wait"
         )
 
     async def send(self, version: int | str, *, digest: str | None = None, plan: Plan | None = None) -> Any:
         ticket = await self.open(version, plan)
-        self.sent[str(version)] = ticket.snapshot
-        return await self.coordinator.commit(ticket.snapshot, sealed=sealed(digest or f"digest of {version}"), holds_turn=True)
+        self.sent[str(version)] = ticket.address["snapshot"]
+        try:
+            return await self.coordinator.rounds.commit(ticket.snapshot, sealed=sealed(digest or f"digest of {version}"), holds_turn=True)
+        finally:
+            await self.coordinator._parts.staging.settled()
 
 
 def sealed(digest: str) -> Sealed:

@@ -12,8 +12,8 @@ from ray_weightsync.config import FailurePolicy, Host, Timeouts
 from ray_weightsync.errors import AttachError, ConfigError, FleetTorn, ReplicasLost, RoundAborted
 from tests.unit.fleet.fakes import FakeEngine, FakeFleet, plan_of, sealed
 
-ROUND = ["inspect", "pause", "mark", "start", "update", "finish", "outcome", "commit", "inspect", "cache", "resume"]
-"""What one engine is asked in a round; the second look and the cache go out beside one another, so 10 calls follow one another."""
+ROUND = ["inspect", "found", "found", "pause", "mark", "start", "update", "finish", "outcome", "commit", "count", "cache", "resume"]
+"""What one engine is asked in a round: five trips, to an engine whose actor carries out chains."""
 
 BEFORE_START = ["inspect", "see", "plan", "pause", "mark"]
 AFTER_START = ["start", "update", "finish", "outcome", "commit", "cache", "resume"]
@@ -34,13 +34,13 @@ class TestOrder:
         async def story() -> None:
             fleet = await FakeFleet(1).attach()
             await fleet.send(1)
-            assert fleet.engines[0].calls == ["inspect", "see", "plan", *ROUND]
+            assert fleet.engines[0].calls == ["inspect", "see", "plan", *ROUND[1:]]
             fleet.forget_calls()
             await fleet.send(2)
             assert fleet.engines[0].calls == ROUND
             fleet.forget_calls()
             await fleet.send(3, plan=plan_of("another", "model"))
-            assert fleet.engines[0].calls == ["inspect", "plan", *ROUND]
+            assert fleet.engines[0].calls == ["inspect", "plan", *ROUND[1:]]
 
         run(story)
 
@@ -157,9 +157,12 @@ class TestBeforeStart:
         async def story() -> None:
             fleet = await FakeFleet(1).attach()
             fleet.stores.refuse_seal = True
-            with pytest.raises(RoundAborted, match="watermark"):
+            engine = fleet.engines[0]
+            with pytest.raises(RoundAborted, match="watermark") as caught:
                 await fleet.send(1)
-            assert "pause" not in fleet.engines[0].calls
+            assert (caught.value.phase, caught.value.replicas) == ("stage", ("sender",))
+            assert not {"start", "cache"} & set(engine.calls)
+            assert (engine.version, engine.paused) == ("v0", False), "sealing runs beside the pause, which was undone"
 
         run(story)
 
@@ -169,7 +172,7 @@ class TestBeforeStart:
             ticket = await fleet.open(1)
             assert (await fleet.send(2)).version == 2, "the turn came free"
             with pytest.raises(RoundAborted, match="gone"):
-                await fleet.coordinator.commit(ticket.snapshot, sealed=sealed("d"), holds_turn=True)
+                await fleet.coordinator.rounds.commit(ticket.snapshot, sealed=sealed("d"), holds_turn=True)
 
         run(story)
 
@@ -390,10 +393,10 @@ class TestOverlap:
         async def story() -> None:
             fleet = await FakeFleet(2, transport=Host(overlap=True), timeouts=Timeouts()).attach()
             ticket = await fleet.open(1)
-            committing = asyncio.create_task(fleet.coordinator.commit(ticket.snapshot, holds_turn=True))
+            committing = asyncio.create_task(fleet.coordinator.rounds.commit(ticket.snapshot, holds_turn=True))
             await all_reach("finish", fleet.engines)
             assert not committing.done()
-            await fleet.coordinator.seal(ticket.snapshot, sealed("d"), keep_turn=True)
+            await fleet.coordinator.rounds.seal(ticket.snapshot, sealed("d"), keep_turn=True)
             assert (await committing).committed == ("r0", "r1")
 
         run(story)
@@ -402,9 +405,9 @@ class TestOverlap:
         async def story() -> None:
             fleet = await FakeFleet(2, transport=Host(overlap=True), timeouts=Timeouts()).attach()
             ticket = await fleet.open(1)
-            committing = asyncio.create_task(fleet.coordinator.commit(ticket.snapshot, holds_turn=True))
+            committing = asyncio.create_task(fleet.coordinator.rounds.commit(ticket.snapshot, holds_turn=True))
             await all_reach("finish", fleet.engines)
-            await fleet.coordinator.abandon(ticket.snapshot, "its source failed")
+            await fleet.coordinator.rounds.abandon(ticket.snapshot, "its source failed")
             with pytest.raises(FleetTorn, match="its source failed"):
                 await committing
             assert all(engine.version.startswith("!rws:") for engine in fleet.engines)
@@ -412,8 +415,8 @@ class TestOverlap:
 
         async def _sent(fleet: FakeFleet) -> Any:
             ticket = await fleet.open(2)
-            committing = asyncio.create_task(fleet.coordinator.commit(ticket.snapshot, holds_turn=True))
-            await fleet.coordinator.seal(ticket.snapshot, sealed("d"), keep_turn=True)
+            committing = asyncio.create_task(fleet.coordinator.rounds.commit(ticket.snapshot, holds_turn=True))
+            await fleet.coordinator.rounds.seal(ticket.snapshot, sealed("d"), keep_turn=True)
             return await committing
 
         run(story)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ray_weightsync.transports.host import store as store_module
+from ray_weightsync.transports.host import slot_file
 from ray_weightsync.transports.host.layout import HEADER_BYTES, NoRoomError
 from ray_weightsync.transports.host.store import SnapshotStore
 
@@ -98,7 +98,7 @@ def test_a_small_container_gets_a_clear_refusal_from_a_real_file_system(
         error = assert_refused_and_whole(store, stage, 16 << 20, small)
         assert 0 < error.available_bytes <= 8 << 20
         # the memory vanishes between the question and the allocation
-        monkeypatch.setattr(store_module, "available_bytes", lambda fd: 1 << 40)
+        monkeypatch.setattr(slot_file, "available_bytes", lambda fd: 1 << 40)
         assert_refused_and_whole(store, stage, 16 << 20, small)
         stage.writer.close()
         store.open_slot(new_id(), PLAN, 7 << 20, False)  # what the failed attempt took is free again

@@ -294,11 +294,23 @@ class TestSecrets:
         assert "bad token ***" in said[1]
         assert "the api_key given was not accepted" in said[1]
 
-    def test_it_travels_with_the_channel_to_the_process_that_sends_it(self, server: Any) -> None:
-        channel = pickle.loads(pickle.dumps(HTTPChannel(server.url, api_key="hunter2", label="e0")))
+    def test_a_token_itself_keeps_the_channel_in_its_process(self) -> None:
+        with pytest.raises(ConfigError, match="does not leave its process"):
+            pickle.dumps(HTTPChannel("https://h", api_key="hunter2"))
+
+    def test_the_name_of_a_variable_travels_and_its_token_is_sent(self, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("RWS_TEST_KEY", "hunter2")
+        pickled = pickle.dumps(HTTPChannel(server.url, api_key="env:RWS_TEST_KEY", label="e0"))
+        assert b"hunter2" not in pickled
+        channel = pickle.loads(pickled)
         asyncio.run(channel.call(verbs.START))
         assert channel.label == "e0"
         assert server.requests[0].headers["Authorization"] == "Bearer hunter2"
+
+    def test_a_variable_that_is_not_set_is_told_when_the_channel_is_made(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("RWS_TEST_KEY", raising=False)
+        with pytest.raises(ConfigError, match="RWS_TEST_KEY"):
+            HTTPChannel("https://h", api_key="env:RWS_TEST_KEY")
 
     def test_plain_http_to_another_host_warns_in_words_and_this_machine_does_not(self, caplog: pytest.LogCaptureFixture) -> None:
         HTTPChannel("http://127.0.0.1:8000")

@@ -120,9 +120,12 @@ def test_what_is_no_url_is_refused(urls: Any) -> None:
         HTTPVLLMWeightSyncClient(urls)
 
 
-def test_it_travels_and_its_token_does_not_show(server: Any) -> None:
-    client = HTTPVLLMWeightSyncClient(server.url, timeout=5, api_key="hunter2")
-    again = pickle.loads(pickle.dumps(client))
+def test_it_travels_and_its_token_does_not_show(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RWS_TEST_KEY", "hunter2")
+    client = HTTPVLLMWeightSyncClient(server.url, timeout=5, api_key="env:RWS_TEST_KEY")
+    pickled = pickle.dumps(client)
+    assert b"hunter2" not in pickled
+    again = pickle.loads(pickled)
     assert again.is_paused() == [False]
     assert server.requests[0].headers["Authorization"] == "Bearer hunter2"
     assert again.timeout == 5

@@ -80,11 +80,46 @@ def test_another_host_is_not_this_machine(host: str) -> None:
 
 
 class TestSecret:
-    def test_it_does_not_show_but_travels(self) -> None:
+    def test_a_token_itself_does_not_show_and_does_not_leave_the_process(self) -> None:
         secret = as_secret("api_key", "hunter2")
         assert secret is not None
+        assert secret.value == "hunter2"
         assert "hunter2" not in f"{secret} {secret!r} {[secret]}"
-        assert pickle.loads(pickle.dumps(secret)).value == "hunter2"
+        with pytest.raises(ConfigError, match="does not leave its process") as refused:
+            pickle.dumps(secret)
+        assert "api_key='env:NAME'" in str(refused.value)
+        assert "hunter2" not in str(refused.value)
+
+    def test_a_variables_name_travels_and_its_value_is_read_where_it_is_used(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("RWS_TEST_KEY", "hunter2")
+        secret = as_secret("api_key", "env:RWS_TEST_KEY")
+        pickled = pickle.dumps(secret)
+        assert b"hunter2" not in pickled
+        assert "hunter2" not in f"{secret} {secret!r}"
+        monkeypatch.setenv("RWS_TEST_KEY", "hunter3")
+        assert pickle.loads(pickled).value == "hunter3"
+
+    def test_a_variable_that_is_not_set_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("RWS_TEST_KEY", raising=False)
+        secret = as_secret("api_key", "env:RWS_TEST_KEY")
+        assert secret is not None
+        with pytest.raises(ConfigError, match="RWS_TEST_KEY, which an api_key is to be read from, is not set in this process"):
+            _ = secret.value
+
+    @pytest.mark.parametrize("value", ["", "hunter2 b", "hunter2\r\nX: y"])
+    def test_a_variable_that_holds_no_token_is_named_and_its_value_is_not(self, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+        monkeypatch.setenv("RWS_TEST_KEY", value)
+        secret = as_secret("api_key", "env:RWS_TEST_KEY")
+        assert secret is not None
+        with pytest.raises(ConfigError, match="RWS_TEST_KEY must hold an api_key") as refused:
+            _ = secret.value
+        assert "hunter2" not in str(refused.value)
+
+    @pytest.mark.parametrize("value", ["env:", "env: A", "env:1A", "env:A-B", "env:A=hunter2"])
+    def test_what_is_no_name_of_a_variable_is_refused_and_not_repeated(self, value: str) -> None:
+        with pytest.raises(ConfigError, match="the name of an environment variable must follow") as refused:
+            as_secret("api_key", value)
+        assert "hunter2" not in str(refused.value)
 
     @pytest.mark.parametrize("value", ["", "hunter2\r\nX: y", "hunter2 b", "hünter2", 7])
     def test_what_does_not_fit_into_a_header_is_refused_and_not_repeated(self, value: Any) -> None:

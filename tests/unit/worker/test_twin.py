@@ -108,9 +108,10 @@ def check(
     pairs: dict[str, tuple[torch.dtype, tuple[int, ...]]],
     world_size: int = 1,
     aliases: dict[str, frozenset[str]] | None = None,
+    shared: dict[str, frozenset[str]] | None = None,
 ) -> Verdict:
     plan = Plan.from_metadata([ParamMeta(name, dtype, shape) for name, (dtype, shape) in pairs.items()])
-    return check_on_twin(model, plan, restored=as_restored, world_size=world_size, aliases=aliases or {})
+    return check_on_twin(model, plan, restored=as_restored, world_size=world_size, aliases=aliases or {}, shared=shared or {})
 
 
 def refusal(model: nn.Module, pairs: dict[str, tuple[torch.dtype, tuple[int, ...]]], world_size: int = 1) -> str:
@@ -229,6 +230,68 @@ class TestCoverage:
         problems = check(model, PAIRS).problems
         assert len(problems) == MAX_PROBLEMS + 1
         assert problems[-1] == f"and {20 - MAX_PROBLEMS} more"
+
+
+class TestTies:
+    def tied(self, **extra: nn.Module) -> tuple[Model, dict[str, frozenset[str]]]:
+        model = Model(head=Padded(), **extra)
+        model.head.weight = model.embed.weight
+        return model, aliases_of(model.named_parameters(remove_duplicate=False))
+
+    def test_names_that_go_to_one_memory_are_told(self) -> None:
+        model, shared = self.tied()
+        verdict = check(model, {**PAIRS, "head.weight": (BF16, (5, 8))}, shared=shared)
+        assert verdict == Verdict(ties={"embed.weight": frozenset({"head.weight"}), "head.weight": frozenset({"embed.weight"})})
+
+    def test_one_of_the_names_alone_is_tied_to_nothing(self) -> None:
+        model, shared = self.tied()
+        assert check(model, PAIRS, aliases=shared, shared=shared) == Verdict()
+
+    def test_they_are_told_by_their_names_on_the_wire(self) -> None:
+        class Renaming(Model):
+            def load_weights(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
+                super().load_weights((name.removeprefix("language_model."), tensor) for name, tensor in pairs)
+
+        model = Renaming(head=Padded())
+        model.head.weight = model.embed.weight
+        shared = aliases_of(model.named_parameters(remove_duplicate=False))
+        sent = {f"language_model.{name}": pair for name, pair in {**PAIRS, "head.weight": PAIRS["embed.weight"]}.items()}
+        assert check(model, sent, shared=shared).ties["language_model.head.weight"] == {"language_model.embed.weight"}
+
+    def test_parts_of_a_fused_parameter_are_tied_each_to_its_own(self) -> None:
+        class TwoFused(Model):
+            def load_weights(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
+                parameters = dict(self.named_parameters(remove_duplicate=False))
+                for name, tensor in pairs:
+                    layer, _, part = name.rpartition(".")
+                    if part in ("gate", "up"):
+                        target = parameters[f"{layer}.weight"]
+                        target.weight_loader(target, tensor, ("gate", "up").index(part))  # type: ignore[attr-defined]
+                    else:
+                        super().load_weights([(name, tensor)])
+
+        model = TwoFused(again=Fused())
+        model.again.weight = model.fused.weight
+        shared = aliases_of(model.named_parameters(remove_duplicate=False))
+        plain = {name: pair for name, pair in PAIRS.items() if name not in ("gate.weight", "up.weight")}
+        halves = {f"{layer}.{part}": (BF16, (4, 8)) for layer in ("fused", "again") for part in ("gate", "up")}
+        verdict = check(model, plain | halves, shared=shared)
+        assert verdict.problems == []
+        assert verdict.ties == {
+            f"{layer}.{part}": frozenset({f"{other}.{part}"})
+            for layer, other in (("fused", "again"), ("again", "fused"))
+            for part in ("gate", "up")
+        }
+
+    def test_they_are_told_also_when_the_check_cannot_go_on(self) -> None:
+        def looks_at_values(param: torch.Tensor, loaded: torch.Tensor) -> None:
+            if bool((loaded > 0).any()):
+                param.data.copy_(loaded)
+
+        model, shared = self.tied(odd=holding(weight=parameter(8, loader=looks_at_values)))
+        verdict = check(model, {**PAIRS, "head.weight": (BF16, (5, 8)), "odd.weight": (BF16, (8,))}, shared=shared)
+        assert verdict.problems == []
+        assert "head.weight" in verdict.ties
 
 
 class TestShapes:

@@ -1,0 +1,66 @@
+"""What the coordinator's parts share: one fleet, its snapshots, the turn to change them, and the work that runs beside."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from ray_weightsync.config import Timeouts
+from ray_weightsync.errors import WeightSyncError
+from ray_weightsync.fleet.roster import Roster
+from ray_weightsync.fleet.snapshots import Stores
+from ray_weightsync.fleet.staging import Staging
+from ray_weightsync.fleet.turns import Turn
+from ray_weightsync.fleet.values import Settings
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Parts:
+    """One session's.
+
+    Attributes:
+        settings: What the session was attached with.
+        roster: The fleet.
+        staging: Its snapshots.
+        turn: The right to touch engines.
+    """
+
+    def __init__(self, name: str, settings: Settings, stores: Stores) -> None:
+        self.settings = settings
+        self.roster = Roster(name)
+        self.staging = Staging(stores, settings.transport, settings.timeouts)
+        self.turn = Turn()
+        self._background: set[asyncio.Task[Any]] = set()
+
+    @property
+    def timeouts(self) -> Timeouts:
+        return self.settings.timeouts
+
+    def end_turn(self, holder: str) -> None:
+        """Give the turn back if ``holder`` has it."""
+        if self.turn.holder == holder:
+            self.turn.release(holder)
+            self.roster.round_id = None
+            self.roster.changed("idle")
+
+    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run ``work`` beside everything else; what it raises is logged unless it is told to somebody."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def cancel_all(self) -> None:
+        """End whatever still runs beside."""
+        for task in list(self._background):
+            task.cancel()
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._background.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, WeightSyncError):
+            logger.error("a task of the coordinator failed", exc_info=error)

@@ -1,0 +1,272 @@
+"""A sender's round, from the slot allotted to the report. It reads from `open` down to `_brought`.
+
+Rounds take turns. While a sender packs, the fleet is looked at and, when somebody does not know it, has the plan judged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from typing import Any
+
+from ray_weightsync.config import version_label
+from ray_weightsync.errors import ConfigError, RoundAborted
+from ray_weightsync.fleet.bring import Bring
+from ray_weightsync.fleet.members import members_of
+from ray_weightsync.fleet.parts import Parts
+from ray_weightsync.fleet.replica import Replica
+from ray_weightsync.fleet.reporting import report_of
+from ray_weightsync.fleet.round import Aborted, RoundLog, RoundSpec
+from ray_weightsync.fleet.staging import AFTER_REPLY_S, Snapshot
+from ray_weightsync.fleet.states import ReplicaEvent, ReplicaState
+from ray_weightsync.fleet.steps import StepFailed
+from ray_weightsync.fleet.turns import Busy
+from ray_weightsync.fleet.values import Sealed, Ticket
+from ray_weightsync.fleet.verdicts import aborted, verdict
+from ray_weightsync.report import ReplicaReport, SyncReport
+from ray_weightsync.weights.plan import Plan
+
+logger = logging.getLogger(__name__)
+
+LOOK_IS_FRESH_S = 0.25
+"""For how long a round relies on a look at the fleet, in seconds."""
+
+
+class PlanUnknown(Exception):
+    """The coordinator does not know this plan (any more); send the plan itself."""
+
+
+class Rounds:
+    """The rounds of one session."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._settings = parts.settings
+        self._timeouts = parts.timeouts
+        self._roster = parts.roster
+        self._staging = parts.staging
+        self._plans: dict[str, Plan] = {}
+        self._abandoned: deque[str] = deque(maxlen=100)
+
+    @property
+    def longest_s(self) -> float:
+        """The longest that a round of a known plan may take from the seal on, in seconds."""
+        return self._timeouts.round_s(max((plan.num_bytes for plan in self._plans.values()), default=0))
+
+    # --- staging ------------------------------------------------------------------------------------------------------------
+
+    async def open(
+        self, snapshot_id: str, version: int | str, *, plan_digest: str, plan: dict[str, Any] | None, node_id: str, busy: Busy
+    ) -> Ticket:
+        """Begin a round: check the version, allot memory, start the preflight beside the sender's packing.
+
+        The turn is the caller's until `seal`, `commit` or `abandon`, or until the sender's deadline has passed. The snapshot's id is
+        the caller's choice (32 hex digits), so that it can be abandoned before this returns.
+
+        Raises:
+            PlanUnknown: ``plan`` is needed.
+            ConfigError: if the version was committed before and is not the present one.
+            RoundAborted: if another round does not end, or no memory is left.
+        """
+        label = version_label(version)
+        known = self._plan(plan_digest, plan)
+        limit_s = self._timeouts.staging_s(known.num_bytes)
+        await self._parts.turn.take(snapshot_id, busy=busy, limit_s=limit_s + self._timeouts.round_s(known.num_bytes))
+        log = RoundLog(snapshot_id)
+        try:
+            if snapshot_id in self._abandoned:
+                raise RoundAborted(
+                    f"Nothing changed: {self._roster.serves()}. The sender gave up while it waited for its turn.", phase="open"
+                )
+            if self._roster.was_committed_before(label):
+                raise ConfigError(f"version {label!r} was committed before; versions are unique (now: {self._roster.label!r})")
+            self._roster.round_id = snapshot_id
+            self._roster.changed("stage")
+            snapshot = await self._staging.open(log, version, label, known, node_id, self._roster.serves())
+        except BaseException:
+            self._parts.end_turn(snapshot_id)
+            raise
+        snapshot.preflight = self._parts.spawn(self._look(snapshot))
+        self._parts.spawn(self._give_up_after(snapshot, limit_s))
+        return Ticket(snapshot=snapshot_id, address=snapshot.address, progress_bytes=self._settings.transport.bucket_bytes)
+
+    async def _look(self, snapshot: Snapshot) -> list[Replica]:
+        await asyncio.sleep(AFTER_REPLY_S)
+        return await self._members(snapshot)
+
+    async def _members(self, snapshot: Snapshot) -> list[Replica]:
+        return await members_of(snapshot, snapshot.log, self._roster, self._staging, self._timeouts)
+
+    def _plan(self, digest: str, wire: dict[str, Any] | None) -> Plan:
+        if digest not in self._plans:
+            if wire is None:
+                raise PlanUnknown(digest)
+            plan = Plan.from_wire(wire)
+            self._plans = dict([*self._plans.items(), (plan.digest, plan)][-4:])
+        return self._plans[digest]
+
+    async def seal(self, snapshot_id: str, sealed: Sealed, *, keep_turn: bool = False) -> None:
+        """The sender has written everything: seal the snapshot, and wait for the preflight's verdict.
+
+        Raises:
+            RoundAborted: if the snapshot was given up meanwhile, the store refuses it, or a replica refused the plan.
+        """
+        try:
+            snapshot = self._staging.require(snapshot_id, self._roster.serves())
+            try:
+                await self._staging.seal(snapshot, sealed)
+                await self._sealed(snapshot)
+                await snapshot.judged()
+            except BaseException as error:
+                await self._staging.give_up(snapshot, str(error))
+                raise
+        finally:
+            if not keep_turn:
+                self._parts.end_turn(snapshot_id)
+
+    async def abandon(self, snapshot_id: str, why: str) -> None:
+        """The sender gives the snapshot up; nothing is committed. Idempotent."""
+        snapshot = self._staging.get(snapshot_id)
+        if snapshot is None:
+            self._abandoned.append(snapshot_id)  # it may be waiting for its turn
+            return
+        await self._staging.give_up(snapshot, why)
+        if not snapshot.committing:
+            self._parts.end_turn(snapshot_id)
+
+    async def _give_up_after(self, snapshot: Snapshot, limit_s: float) -> None:
+        """A sender that died or hangs must keep neither the turn nor the slot."""
+        done, _ = await asyncio.wait({snapshot.sealed}, timeout=limit_s)
+        if not done:
+            logger.error("the sender did not seal version %s within %.0f s; its snapshot is given up", snapshot.label, limit_s)
+            await self.abandon(snapshot.id, f"the sender did not seal within {limit_s:.1f} s")
+
+    # --- commit -------------------------------------------------------------------------------------------------------------
+
+    async def commit(self, snapshot_id: str, *, sealed: Sealed | None = None, holds_turn: bool = False) -> SyncReport:
+        """Bring the fleet to a staged snapshot: pause .. resume.
+
+        Args:
+            snapshot_id: From the `Ticket`.
+            sealed: What the sender has written, if `seal` has not been called and will not be.
+            holds_turn: The turn taken by `open` is still the caller's.
+
+        Raises:
+            RoundAborted, ReplicasLost, FleetTorn: see `ray_weightsync.errors`.
+        """
+        snapshot = self._staging.require(snapshot_id, self._roster.serves())
+        if not holds_turn:
+            await self._parts.turn.take(snapshot_id, busy="wait", limit_s=self._timeouts.round_s(snapshot.plan.num_bytes))
+            self._roster.round_id = snapshot_id
+        try:
+            # Asked again: it may have given way to another one while this call waited for its turn.
+            self._staging.require(snapshot_id, self._roster.serves()).committing = True
+            if sealed is not None:
+                snapshot.sealing = self._parts.spawn(self._staging.seal(snapshot, sealed))
+            if self._roster.was_committed_before(snapshot.label):
+                raise ConfigError(f"version {snapshot.label!r} was committed meanwhile; versions are unique (now: {self._roster.label!r})")
+            members = await snapshot.judged()
+            if time.monotonic() - snapshot.log.began > LOOK_IS_FRESH_S:
+                members = await self._members(snapshot)  # who is awake, and who is there at all, may have changed meanwhile
+            return await self._commit(snapshot, members)
+        finally:
+            await self._staging.free(snapshot)
+            self._parts.end_turn(snapshot_id)
+
+    async def _commit(self, snapshot: Snapshot, members: list[Replica]) -> SyncReport:
+        repeat = await self._is_repeat(snapshot)
+        if repeat:
+            members = [replica for replica in members if not (replica.serving and replica.attested and replica.version == snapshot.label)]
+        try:
+            replicas = await self._brought(snapshot, snapshot.log, members)
+        finally:
+            if not repeat and any(replica.version == snapshot.label and replica.attested for replica in members):
+                self._roster.commit(snapshot.label)
+                self._staging.keep(snapshot)
+        return self._told(snapshot, snapshot.log, replicas, repeated=repeat and not members)
+
+    async def _is_repeat(self, snapshot: Snapshot) -> bool:
+        """Whether this version is the committed one. With the same bytes that is a repeat, with others a mistake."""
+        committed = self._staging.committed
+        if committed is None or snapshot.label != self._roster.label:
+            return False
+        mine = (await self._sealed(snapshot)).digest
+        theirs = committed.written().digest
+        if mine != theirs:
+            raise RoundAborted(
+                f"Nothing changed: {self._roster.serves()}. The same version was committed with other bytes.",
+                phase="commit",
+                hint=f"choose a new version; {snapshot.label!r} stands for weights {theirs}, not {mine}",
+            )
+        return True
+
+    async def _sealed(self, snapshot: Snapshot) -> Sealed:
+        try:
+            return await snapshot.seal_of()
+        except StepFailed as failed:
+            raise RoundAborted(
+                f"Nothing changed: {self._roster.serves()}. Version {snapshot.label} was not staged.",
+                phase="stage",
+                engine_message=failed.failure.message,
+                hint="call again",
+            ) from failed
+
+    # --- the engines' part --------------------------------------------------------------------------------------------------
+
+    async def _brought(self, snapshot: Snapshot, log: RoundLog, members: list[Replica]) -> list[ReplicaReport]:
+        """Bring ``members`` to ``snapshot``.
+
+        Raises:
+            RoundAborted: if the round ended before *start*.
+        """
+        bring = Bring(self._spec(snapshot, log), members, snapshot.expected, on_phase=self._roster.changed, timeline=log.timeline)
+        try:
+            return await bring.run()
+        except Aborted as end:
+            raise aborted(
+                f"Version {snapshot.label} was not committed.",
+                old=self._roster.label,
+                culprits=end.failures,
+                stuck=end.stuck,
+                log_hints=self._roster.log_hints(),
+                hint="call again; raise Timeouts.pause_s if the engines are slow to pause",
+            ) from end
+        finally:
+            for replica in members:
+                if replica.state is ReplicaState.UPDATING:
+                    replica.happen(ReplicaEvent.FAIL, error="the round ended unexpectedly; its weights may be torn")
+
+    def _spec(self, snapshot: Snapshot, log: RoundLog) -> RoundSpec:
+        settings, num_bytes = self._settings, snapshot.plan.num_bytes
+        epoch = self._roster.next_epoch()
+        update = {
+            "transport": "host",
+            "round": log.round_id,
+            "epoch": epoch,
+            "plan": snapshot.plan.digest,
+            # The workers' own deadline ends before ours: it is they who know how far the bytes had come.
+            "limit_s": 0.8 * self._timeouts.for_bytes("update", num_bytes),
+            "slot": snapshot.address,
+        }
+        return RoundSpec(
+            round_id=log.round_id,
+            epoch=epoch,
+            label=snapshot.label,
+            num_bytes=num_bytes,
+            update=update,
+            overlap=settings.transport.overlap,
+            pause=settings.pause,
+            cache=settings.cache,
+            timeouts=self._timeouts,
+            policy=settings.on_failure,
+        )
+
+    def _told(self, snapshot: Snapshot, log: RoundLog, replicas: list[ReplicaReport], *, repeated: bool) -> SyncReport:
+        """The report, or the error that says what holds now."""
+        report = report_of(snapshot, log, self._roster, self._settings, replicas, notes=self._staging.notes(), repeated=repeated)
+        others = [replica.id for replica in self._roster.replicas.values() if replica.serving and replica.version == snapshot.label]
+        if (error := verdict(report, self._settings.on_failure, self._roster.log_hints(), serving=others)) is not None:
+            raise error
+        return report
