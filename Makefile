@@ -5,7 +5,7 @@ VENV := .venv
 PIP := $(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt
 RUN := $(VENV)/bin/python
 
-.PHONY: demo demo-vllm test lint bench clean
+.PHONY: demo demo-vllm test lint bench soak clean
 
 demo: $(VENV)/.demo
 	$(RUN) examples/demo.py
@@ -20,6 +20,9 @@ lint: $(VENV)/.test
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
+
+soak: $(VENV)/.test
+	$(RUN) -m tests.ray.faults.soak $(if $(SEED),--seed $(SEED)) $(if $(N),--n $(N))
 
 bench: $(VENV)/.demo
 	$(RUN) benchmarks/host_round.py

@@ -104,11 +104,13 @@ class FailurePolicy:
     """What happens to replicas that fail after *start*.
 
     Attributes:
-        after_start: ``"quarantine"`` fences what failed and lets the others commit; ``"all_or_none"`` brings every touched replica back.
+        after_start: ``"quarantine"`` fences what failed and lets the others commit; ``"all_or_none"`` brings every touched replica back to
+            the version committed before. Of the first round nothing can be taken back: there it fences.
         min_serving: With at least this many replicas serving the new version, lost ones are reported and not raised. None raises always.
         release_requests: Abort requests frozen on a fenced replica, so that no client waits for ever.
-        auto_heal: Bring fenced replicas back from the committed snapshot (not carried out in this version: the next round does it).
-        max_heals: How often one replica is healed before it is replaced or retired (likewise).
+        auto_heal: Between rounds, bring fenced replicas back from the committed snapshot, and give up those that are gone.
+        max_heals: How often one replica is healed so, before a round that it gets through, until it is given up: retired, and replaced
+            if there is an ``engine_factory``.
     """
 
     after_start: AfterStart = "quarantine"

@@ -135,7 +135,10 @@ class ReplicaStatus:
         incarnation: Changes when the engine restarts.
         node_id: Ray's id of its node; None for an engine behind a URL.
         world_size: Workers in the engine.
-        error: Why it is quarantined, or None.
+        error: Why it is quarantined or lost, or None.
+        asleep: Whether a part of it (weights or KV cache) is not in memory, as last seen; requests would wait.
+        lost: It was retired because its process is gone or it could not be healed, not because it was removed.
+        replaced_by: Id of the replica that took its place.
     """
 
     id: str
@@ -147,6 +150,9 @@ class ReplicaStatus:
     node_id: str | None
     world_size: int | None
     error: str | None = None
+    asleep: bool = False
+    lost: bool = False
+    replaced_by: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +168,7 @@ class FleetStatus:
         round_id: The round in progress, or None.
         replicas: One `ReplicaStatus` per replica.
         sequence: Grows by one with every change; for watchers.
-        committed: The labels last committed, newest last, at most 100.
+        ordinals: Place in the order of commits of each of the last 100 versions, oldest first; a version adopted at attach has 0.
     """
 
     name: str
@@ -173,7 +179,12 @@ class FleetStatus:
     round_id: str | None
     replicas: tuple[ReplicaStatus, ...]
     sequence: int
-    committed: tuple[str, ...] = ()
+    ordinals: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def committed(self) -> tuple[str, ...]:
+        """The labels last committed, newest last."""
+        return tuple(label for label, ordinal in self.ordinals.items() if ordinal > 0)
 
     @property
     def serving(self) -> tuple[str, ...]:
@@ -181,7 +192,8 @@ class FleetStatus:
         return tuple(replica.id for replica in self.replicas if replica.serving)
 
     def __str__(self) -> str:
-        rows = [f"{self.name}: version {self.version}, {len(self.serving)} of {len(self.replicas)} serving, {self.phase}"]
+        members = [replica for replica in self.replicas if replica.state != "RETIRED"]
+        rows = [f"{self.name}: version {self.version}, {len(self.serving)} of {len(members)} serving, {self.phase}"]
         rows.extend(
             f"  {each.id}: {each.state}, version {each.version}" + (f", {each.error}" if each.error else "") for each in self.replicas
         )

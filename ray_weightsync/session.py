@@ -11,7 +11,7 @@ import contextlib
 import inspect
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import ray
@@ -31,10 +31,15 @@ from ray_weightsync.config import (
 )
 from ray_weightsync.engines.ref import EngineLike, as_refs
 from ray_weightsync.errors import ConfigError, WeightSyncError
-from ray_weightsync.fleet.actor import ask, session_name, start_coordinator
+from ray_weightsync.fleet.actor import session_name, start_coordinator
+from ray_weightsync.fleet.keyring import Keys, by_reference
+from ray_weightsync.fleet.link import CoordinatorLink
 from ray_weightsync.fleet.turns import Busy
 from ray_weightsync.fleet.values import Settings
+from ray_weightsync.follower import Follower, nothing_known
+from ray_weightsync.probing import Probe, probed, require_probe
 from ray_weightsync.report import FleetStatus, ReplicaStatus, SyncReport
+from ray_weightsync.session_life import EngineFactory, FleetLife, Replacer, require_factory
 from ray_weightsync.trainer.sender import SnapshotSender, StagedWeights
 from ray_weightsync.view import FleetView
 from ray_weightsync.weights.sources import SourceLike
@@ -50,7 +55,7 @@ class EngineSpec(Protocol):
         ...
 
 
-class WeightSync:
+class WeightSync(FleetLife):
     """One session: a fleet of engines that follow one trainer's weights.
 
     Made by `attach` or `spawn`; a context manager.
@@ -58,12 +63,11 @@ class WeightSync:
     Attributes:
         name: The session's name; a `WeightSender` in another process joins by it.
         engines: What was attached, in order: actor handles where the engines are actors, else the targets as given.
-        coordinator: Handle of the coordinator actor.
+        coordinator: Handle of the coordinator actor; another one after it was lost and succeeded.
     """
 
     name: str
     engines: tuple[Any, ...]
-    coordinator: ActorHandle[Any]
 
     def __init__(
         self,
@@ -73,17 +77,24 @@ class WeightSync:
         engines: Sequence[Any],
         trainers: Sequence[ActorHandle[Any]],
         settings: Settings,
-        spawned: Sequence[ActorHandle[Any]] = (),
+        engine_factory: EngineFactory | None = None,
     ) -> None:
         self.name = name
-        self.coordinator = coordinator
+        self._link = CoordinatorLink(name, coordinator, timeouts=settings.timeouts)
         self.engines = tuple(engines)
         self._trainers = tuple(trainers)
         self._settings = settings
-        self._spawned = tuple(spawned)
+        self._replacer = Replacer(self, engine_factory, owns_made=False, max_attempts=max(1, settings.on_failure.max_heals))
+        self._follower = Follower(self._link, nothing_known(name), timeouts=settings.timeouts, logs_changes=True)
         self._sender: SnapshotSender | None = None
-        self._view: FleetView | None = None
+        self._keys: Keys = ()
+        self._targets: dict[str, Any] = {}
         self._closed = False
+
+    @property
+    def coordinator(self) -> ActorHandle[Any]:
+        """The coordinator that answered last."""
+        return self._link.handle
 
     @classmethod
     def attach(
@@ -99,6 +110,7 @@ class WeightSync:
         adopt: AdoptPolicy = "reported",
         on_failure: FailurePolicy | None = None,
         timeouts: Timeouts | None = None,
+        engine_factory: EngineFactory | None = None,
         take_over: bool = False,
     ) -> WeightSync:
         """Attach to engines that run already. They are asked, not changed.
@@ -115,47 +127,63 @@ class WeightSync:
             adopt: ``"reported"``: engines that agree on a version and run count as serving it, unattested; ``"never"``: none does.
             on_failure: What happens to replicas that fail after *start*.
             timeouts: The deadlines.
-            take_over: Flush a weight update that another client left open.
+            engine_factory: Makes one more engine. It is called in this process, on a thread, when a replica was lost (its process is gone,
+                or it could not be healed), and by `add`. What it makes is yours: it goes on when the session ends.
+            take_over: Take engines that another session has, after its round in progress, out of its fleet; and flush a weight update
+                that another client left open.
 
         Raises:
             ConfigError: for a wrong argument.
             AttachError: if an engine cannot be attached; all were left as found.
-            SessionConflict: if a session of that name is running.
+            SessionConflict: if a session of that name is running, or another one has some of these engines and does not let go of them.
         """
         refs = as_refs(engines)
         settings = _settings(
             transport=transport, pause=pause, cache=cache, preflight=preflight, adopt=adopt, on_failure=on_failure, timeouts=timeouts
         )
         _require_trainers(trainers)
+        require_factory(engine_factory)
         _require_ray()
         chosen = session_name(name)
+        keys = by_reference(refs)
         coordinator = start_coordinator(chosen, settings)
-        session = cls(name=chosen, coordinator=coordinator, engines=[ref.target for ref in refs], trainers=trainers, settings=settings)
+        session = cls(
+            name=chosen,
+            coordinator=coordinator,
+            engines=[ref.target for ref in refs],
+            trainers=trainers,
+            settings=settings,
+            engine_factory=engine_factory,
+        )
+        session._keys = keys
+        session._targets.update({str(ref.id): ref.target for ref in refs})
         try:
-            status: FleetStatus = ask(
-                coordinator, "attach", refs, take_over, limit_s=settings.timeouts.connect_s + 3 * settings.timeouts.attach_s
-            )
+            limit_s = _attach_s(settings.timeouts, take_over=take_over)
+            status: FleetStatus = session._link.ask("attach", refs, take_over, keys, limit_s=limit_s)
         except BaseException:
             session.close()
             raise
         logger.info("attached %s", status)
+        session._follower.subscribe(lambda news: session._replacer.on_status(news))
+        session._follower.begin(status)
         return session
 
     @classmethod
     def spawn(cls, spec: EngineSpec, **options: Any) -> WeightSync:
-        """Start engines and attach to them; they end with the session.
+        """Start engines and attach to them; they end with the session, and each with its replica.
 
         Args:
-            spec: A `TorchEngineSpec` or `VLLMEngineSpec`.
+            spec: A `TorchEngineSpec` or `VLLMEngineSpec`. Its ``create`` is the ``engine_factory``, unless another one is given.
             options: Keyword arguments of `attach`.
         """
         if not callable(getattr(spec, "spawn", None)):
             raise ConfigError(f"spawn takes a TorchEngineSpec or a VLLMEngineSpec, not {type(spec).__name__}")
         # Before anything is started: an option that attach would refuse should not cost the start of the engines.
         inspect.signature(cls.attach).bind([], **options)
-        chosen = {name: value for name, value in options.items() if name not in ("trainers", "name", "take_over")}
+        chosen = {name: value for name, value in options.items() if name not in ("trainers", "name", "engine_factory", "take_over")}
         timeouts = _settings(**chosen).timeouts
         _require_trainers(options.get("trainers", ()))
+        require_factory(options.get("engine_factory"))
         session_name(options.get("name"))
         _require_ray()
         handles = spec.spawn(limit_s=timeouts.heal_s)
@@ -165,7 +193,8 @@ class WeightSync:
             for handle in handles:
                 ray.kill(handle)
             raise
-        session._spawned = tuple(handles)
+        ids = [replica.id for replica in session._follower.status.replicas]
+        session._replacer.own(dict(zip(ids, handles, strict=True)), spec if options.get("engine_factory") is None else None)
         return session
 
     # --- sending ------------------------------------------------------------------------------------------------------------
@@ -175,6 +204,7 @@ class WeightSync:
         source: SourceLike | None = None,
         *,
         version: int | str,
+        probe: Probe | None = None,
         busy: Busy = "wait",
     ) -> SyncReport:
         """Bring every serving replica to ``version``, or say in the type of the error what holds now.
@@ -182,6 +212,8 @@ class WeightSync:
         Args:
             source: A module, a state dict or a `WeightSource`; None when a trainer actor was attached.
             version: Unique within the session. The same version with the same bytes is a repeat and does nothing.
+            probe: Called with each engine that was committed (as it was attached, or spawned), on a thread of this process, after it was
+                resumed; within ``attest_s``. From one that it does not answer something true for, the version is taken back: it is fenced.
             busy: ``"wait"`` for a round in progress, or ``"raise"``.
 
         Raises:
@@ -191,19 +223,19 @@ class WeightSync:
             FleetTorn: no replica may serve until a complete round.
         """
         if self._trainers:
-            report: SyncReport = self._through_trainer("send", source, version, busy)
-            return report
-        return self._any_sender().send(_given(source), version=version, busy=busy)
+            return self._probed(probe, lambda: self._through_trainer("send", source, version, busy))
+        return self._probed(probe, lambda: self._any_sender().send(_given(source), version=version, busy=busy))
 
     async def asend_weights(
         self,
         source: SourceLike | None = None,
         *,
         version: int | str,
+        probe: Probe | None = None,
         busy: Busy = "wait",
     ) -> SyncReport:
         """`send_weights` for callers on an event loop; the work is done on a thread."""
-        return await asyncio.to_thread(self.send_weights, source, version=version, busy=busy)
+        return await asyncio.to_thread(self.send_weights, source, version=version, probe=probe, busy=busy)
 
     def stage_weights(
         self,
@@ -222,14 +254,24 @@ class WeightSync:
             return staged
         return self._any_sender().stage(_given(source), version=version, busy=busy)
 
-    def commit_weights(self, staged: StagedWeights) -> SyncReport:
-        """Bring every serving replica to staged weights. Errors as of `send_weights`."""
-        return self._any_sender().commit(staged)
+    def commit_weights(self, staged: StagedWeights, *, probe: Probe | None = None) -> SyncReport:
+        """Bring every serving replica to staged weights. Probe and errors as of `send_weights`."""
+        return self._probed(probe, lambda: self._any_sender().commit(staged))
+
+    def _probed(self, probe: Probe | None, act: Callable[[], SyncReport]) -> SyncReport:
+        require_probe(probe)
+        timeouts = self._settings.timeouts
+
+        def refuse(report: SyncReport, said: dict[str, str]) -> SyncReport:
+            amended: SyncReport = self._link.ask("refuse", report, said, limit_s=timeouts.round_s(report.num_bytes) + timeouts.status_s)
+            return amended
+
+        return probed(act, probe, self._targets, refuse=refuse, limit_s=timeouts.attest_s)
 
     def _any_sender(self) -> SnapshotSender:
         self._require_open()
         if self._sender is None:
-            self._sender = SnapshotSender(self.name, self.coordinator, timeouts=self._settings.timeouts)
+            self._sender = SnapshotSender(self.name, self._link, timeouts=self._settings.timeouts)
         return self._sender
 
     def _through_trainer(self, what: str, source: object, version: int | str, busy: Busy) -> Any:
@@ -272,7 +314,7 @@ class WeightSync:
     def status(self) -> FleetStatus:
         """What the coordinator knows, at once, also during a round; no engine is asked."""
         self._require_open()
-        status: FleetStatus = ask(self.coordinator, "status", limit_s=self._settings.timeouts.status_s)
+        status: FleetStatus = self._link.ask("status", limit_s=self._settings.timeouts.status_s)
         return status
 
     def serving(self) -> tuple[ReplicaStatus, ...]:
@@ -282,9 +324,7 @@ class WeightSync:
     def view(self) -> FleetView:
         """A local, picklable view of the fleet for routers and rollout workers."""
         self._require_open()
-        if self._view is None:
-            self._view = FleetView(self.coordinator, self.status(), timeouts=self._settings.timeouts)
-        return self._view
+        return FleetView(self._follower)
 
     # --- ends ---------------------------------------------------------------------------------------------------------------
 
@@ -293,6 +333,7 @@ class WeightSync:
         if self._closed:
             return
         self._closed = True
+        self._follower.close()
         if self._sender is not None:
             self._sender.close()
         if not ray.is_initialized():
@@ -301,13 +342,13 @@ class WeightSync:
         try:
             for trainer in self._trainers:
                 trainer.rws_close.remote(self.name)
-            ask(self.coordinator, "close", limit_s=timeouts.round_s(0) + timeouts.commit_s + timeouts.resume_s)
+            self._link.ask("close", limit_s=timeouts.round_s(0) + timeouts.commit_s + timeouts.resume_s)
         except (WeightSyncError, RayError) as error:
             logger.warning("the coordinator of %s did not close cleanly (its stores' janitors free shared memory): %s", self.name, error)
         finally:
-            for handle in (self.coordinator, *self._spawned):
-                with contextlib.suppress(RayError):  # one that is gone already
-                    ray.kill(handle)
+            with contextlib.suppress(RayError):  # it is gone already
+                ray.kill(self.coordinator)
+            self._replacer.close()
 
     def _require_open(self) -> None:
         if self._closed:
@@ -342,8 +383,6 @@ def _settings(
     deadlines = timeouts if timeouts is not None else Timeouts()
     if not isinstance(policy, FailurePolicy) or not isinstance(deadlines, Timeouts):
         raise ConfigError("on_failure must be a FailurePolicy and timeouts a Timeouts")
-    if policy.after_start != "quarantine":
-        raise ConfigError("FailurePolicy.after_start='all_or_none' is not available in this version")
     return Settings(
         transport=as_transport(transport),
         transport_reason="asked for" if transport != "auto" else "auto: trainer and engines share a node's memory",
@@ -353,6 +392,11 @@ def _settings(
         on_failure=policy,
         timeouts=deadlines,
     )
+
+
+def _attach_s(timeouts: Timeouts, *, take_over: bool) -> float:
+    """The longest that attaching may take: starting, resolving, claiming, and waiting for another session's round."""
+    return timeouts.connect_s + 4 * timeouts.attach_s + timeouts.preflight_s + (timeouts.round_s(0) if take_over else 0.0)
 
 
 def _require_trainers(trainers: object) -> None:

@@ -2,45 +2,31 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import ray
-from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayError
-
-from ray_weightsync.config import Timeouts
-from ray_weightsync.errors import WeightSyncError
+from ray_weightsync.errors import ConfigError, WeightSyncError
+from ray_weightsync.follower import Follower
 from ray_weightsync.report import FleetStatus, ReplicaStatus
 
 
 class FleetView:
     """Reads are local and never wait. The first read starts a daemon thread that follows the coordinator's changes.
 
-    May be pickled and handed to other processes; each follows on its own.
+    May be pickled and handed to other processes; each follows on its own, and goes on with a successor if the coordinator dies.
     """
 
-    def __init__(self, coordinator: ActorHandle[Any], status: FleetStatus, *, timeouts: Timeouts) -> None:
-        self._coordinator = coordinator
-        self._status = status
-        self._timeouts = timeouts
-        self._news = threading.Condition()
-        self._follower: threading.Thread | None = None
-        self._gone: str | None = None
+    def __init__(self, follower: Follower) -> None:
+        self._follower = follower
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_rebuild, (self._coordinator, self._status, self._timeouts))
+        return (FleetView, (self._follower,))
 
     @property
     def status(self) -> FleetStatus:
         """The fleet as last heard of."""
-        with self._news:
-            if self._follower is None:
-                self._follower = threading.Thread(target=self._follow, name="rws-fleet-view", daemon=True)
-                self._follower.start()
-            return self._status
+        return self._follower.status
 
     @property
     def version(self) -> str | None:
@@ -59,8 +45,26 @@ class FleetView:
         return f"{status.name}:{status.ordinal}"
 
     def serving(self) -> tuple[ReplicaStatus, ...]:
-        """The replicas that a router may send requests to."""
+        """The replicas that a router may send requests to. An engine that restarts is another ``incarnation`` behind the same id."""
         return tuple(replica for replica in self.status.replicas if replica.serving)
+
+    def staleness(self, output: object) -> int | None:
+        """How many commits the oldest weights in ``output`` are behind the present version; 0 if it is all of the present one.
+
+        Args:
+            output: A version, as it was committed or as its label; or what vLLM answered a request with: a ``RequestOutput``, or the
+                dict of `VLLMEngineActor`'s ``generate``, whose ``weight_versions`` say which version made which token.
+
+        Returns:
+            None if a version is not known here (only the last 100 are), is a tombstone, or the output names none.
+
+        Raises:
+            ConfigError: if ``output`` is nothing of the kind.
+        """
+        labels, status = versions_in(output), self.status
+        ordinals = [status.ordinals.get(label) for label in labels]  # a tombstone is never among them
+        known = [ordinal for ordinal in ordinals if ordinal is not None]
+        return status.ordinal - min(known) if labels and len(known) == len(labels) else None
 
     def wait_for_version(self, version: int | str, *, timeout_s: float) -> FleetStatus:
         """Wait until ``version`` has been committed; the fleet may have moved on to a later one.
@@ -86,39 +90,25 @@ class FleetView:
         Ends after ``timeout_s`` seconds.
 
         Raises:
-            WeightSyncError: when the coordinator is gone.
+            WeightSyncError: when the coordinator is gone and has no successor.
         """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        status = self.status
-        while True:
-            yield status
-            with self._news:
-                while self._status.sequence == status.sequence and self._gone is None:
-                    left = self._timeouts.warn_every_s if deadline is None else deadline - time.monotonic()
-                    if left <= 0:
-                        return
-                    self._news.wait(left)
-                if self._gone is not None:
-                    raise WeightSyncError("The coordinator is gone; this view is no longer kept up to date.", engine_message=self._gone)
-                status = self._status
-
-    def _follow(self) -> None:
-        while True:
-            limit_s = self._timeouts.health_interval_s
-            try:
-                ref: Any = self._coordinator.watch.remote(self._status.sequence, limit_s)
-                status: Any = ray.get(ref, timeout=limit_s + self._timeouts.status_s)
-            except GetTimeoutError:
-                continue  # a busy node; the view stays as it is until the coordinator answers
-            except RayError as error:
-                with self._news:
-                    self._gone = str(error)
-                    self._news.notify_all()
-                return
-            with self._news:
-                self._status = status
-                self._news.notify_all()
+        return self._follower.events(timeout_s=timeout_s)
 
 
-def _rebuild(coordinator: ActorHandle[Any], status: FleetStatus, timeouts: Timeouts) -> FleetView:
-    return FleetView(coordinator, status, timeouts=timeouts)
+def versions_in(output: object) -> list[str]:
+    """The version labels in ``output``; see `FleetView.staleness`. Pure.
+
+    Raises:
+        ConfigError: if it can hold none.
+    """
+    if isinstance(output, int | str) and not isinstance(output, bool):
+        return [str(output)]
+    sequences = _field(output, "outputs")
+    if not isinstance(sequences, Iterable) or isinstance(sequences, str):
+        raise ConfigError(f"staleness takes a version or what an engine answered a request with, not {type(output).__name__}")
+    spans = [span for each in sequences for span in _field(each, "weight_versions") or ()]
+    return [str(span[0] if isinstance(span, tuple | list) else _field(span, "version")) for span in spans]
+
+
+def _field(value: object, name: str) -> Any:
+    return value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)

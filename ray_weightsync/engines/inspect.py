@@ -14,6 +14,7 @@ from typing import Any
 
 from ray_weightsync.engines import told as told_in_actor
 from ray_weightsync.engines.facts import DESCRIBE, INSPECT, RWS_BACKEND, EngineFacts, facts_of
+from ray_weightsync.engines.unreached import Unreached
 from ray_weightsync.engines.vllm_args import WORKER_EXTENSION
 from ray_weightsync.errors import CallFailure, EngineCallError, UnsupportedError
 from ray_weightsync.protocol.channel import COLLECTIVE_RPC, GET_VERSION, IS_PAUSED, WORLD_SIZE, Channel
@@ -41,7 +42,7 @@ async def ask(channel: Channel, nonce: str, *, limit_s: float) -> EngineFacts:
     began = time.monotonic()
     try:
         async with asyncio.timeout(limit_s):
-            told = await _told(channel, nonce)
+            told = await _told(await channel.reached() if isinstance(channel, Unreached) else channel, nonce)
     except TimeoutError as error:
         raise _failed(channel, "unanswered", f"no answer within {limit_s:.1f} s", began, limit_s) from error
     except Exception as error:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 from ray_weightsync.errors import ConfigError
 from ray_weightsync.protocol.client import VLLMWeightSyncClient
-from ray_weightsync.protocol.urls import ENV, as_secret, base_url
+from ray_weightsync.protocol.urls import Secret, as_secret, base_url
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -36,9 +36,10 @@ class EngineRef:
         namespace: Ray namespace of a named actor; by default the one of the process that attaches.
         world_size: Workers you expect behind it (TP x PP x DP). The engine is believed; a difference is an error that says both.
         deployment: Name shared by engines that are data-parallel parts of one deployment.
-        api_key: ``"env:NAME"``: the bearer token of a server is in the environment variable NAME of the process that makes the requests,
-            in a session the coordinator (an actor has the environment in which Ray was started). The token itself is refused: a
-            reference travels as a task's argument, and Ray stores and may show what it carries.
+        api_key: A server's bearer token, or ``"env:NAME"``: it is in the environment variable NAME of the process that makes the requests,
+            in a session the coordinator (an actor has the environment in which Ray was started). A token given itself is shown nowhere,
+            and stays behind when the reference is pickled: `WeightSync` hands it over apart. A coordinator that has to be started anew
+            without the session's process can only read a variable.
         verify: TLS verification of a server: True, False, or the path of a CA bundle.
 
     Raises:
@@ -51,7 +52,7 @@ class EngineRef:
     namespace: str | None = field(default=None, kw_only=True)
     world_size: int | None = field(default=None, kw_only=True)
     deployment: str | None = field(default=None, kw_only=True)
-    api_key: str | None = field(default=None, kw_only=True)
+    api_key: str | Secret | None = field(default=None, kw_only=True)
     verify: bool | str = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -82,13 +83,17 @@ class EngineRef:
                 raise ConfigError(f"EngineRef.{name} means nothing for {_KINDS[kind]}")
         if kind == "url":
             normalised_url(self)
-            if self.api_key is not None and not (isinstance(self.api_key, str) and self.api_key.startswith(ENV)):
-                raise ConfigError(
-                    "EngineRef.api_key must be None or 'env:NAME'; a token itself is not accepted, because a session sends the reference "
-                    "to another process, and Ray stores and may show what it carries",
-                    hint="set a variable where Ray is started on the coordinator's node, and give its name",
-                )
-            as_secret("EngineRef.api_key", self.api_key)
+            object.__setattr__(self, "api_key", as_secret("EngineRef.api_key", self.api_key))
+
+    def __getstate__(self) -> dict[str, Any]:
+        key = self.api_key
+        return {**self.__dict__, "api_key": Secret.left_behind() if isinstance(key, Secret) and key.is_literal else key}
+
+    def __copy__(self) -> EngineRef:
+        return self
+
+    def __deepcopy__(self, memo: object) -> EngineRef:
+        return self
 
 
 _KINDS = {"handle": "an actor handle", "name": "an actor's name", "url": "a URL", "client": "a client of your own"}
@@ -194,6 +199,16 @@ def _same(ref: EngineRef) -> Any:
     if kind == "handle":
         return (kind, ref.target, ref.attr)  # handles are equal if their actor ids are
     return (kind, id(ref.target))
+
+
+def literal_keys(refs: Iterable[EngineRef]) -> dict[str, str]:
+    """The tokens that were given themselves, by replica id: what has to travel apart from the references."""
+    return {str(ref.id): ref.api_key.value for ref in refs if isinstance(ref.api_key, Secret) and ref.api_key.is_literal}
+
+
+def with_keys(refs: Iterable[EngineRef], keys: Mapping[str, str]) -> tuple[EngineRef, ...]:
+    """The references with the tokens that stayed behind, as `literal_keys` took them out."""
+    return tuple(replace(ref, api_key=keys[str(ref.id)]) if ref.id in keys else ref for ref in refs)
 
 
 def normalised_url(ref: EngineRef) -> str:

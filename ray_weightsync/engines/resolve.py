@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 import ray
@@ -62,12 +62,13 @@ async def inspect(engine: Engine, nonce: str, *, limit_s: float) -> EngineFacts:
     return await ask(engine.channel, nonce, limit_s=limit_s)
 
 
-async def resolve(engine: EngineLike, *, limit_s: float) -> Engine:
+async def resolve(engine: EngineLike, *, limit_s: float, first: Callable[[Channel], Awaitable[None]] | None = None) -> Engine:
     """Reach one engine, learn what it is, and make sure that it can take part.
 
     Args:
         engine: What the user gave; without an id it is called ``"r0"``.
         limit_s: Seconds for all of it.
+        first: Awaited with the channel before the engine is asked what it is.
 
     Raises:
         AttachError: if it cannot be reached, is no engine, or cannot take part. It says which engine, what was found and what to do.
@@ -80,6 +81,8 @@ async def resolve(engine: EngineLike, *, limit_s: float) -> Engine:
     try:
         async with asyncio.timeout(limit_s):
             channel = await _channel(ref, label)
+            if first is not None:
+                await first(channel)
             if isinstance(channel, ActorChannel) and not has_own_inspect(channel):
                 await channel.probe()
             facts = await ask(channel, secrets.token_hex(8), limit_s=limit_s)

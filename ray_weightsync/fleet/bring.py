@@ -22,7 +22,7 @@ from ray_weightsync.errors import CallFailure
 from ray_weightsync.fleet.fence import fence
 from ray_weightsync.fleet.putback import put_back
 from ray_weightsync.fleet.replica import Replica
-from ray_weightsync.fleet.round import Aborted, Member, RoundSpec
+from ray_weightsync.fleet.round import Aborted, Member, NotAll, RoundSpec
 from ray_weightsync.fleet.states import ReplicaEvent
 from ray_weightsync.fleet.steps import Call, StepFailed, Timeline, chain
 from ray_weightsync.protocol.channel import (
@@ -59,6 +59,7 @@ class Bring:
         """Bring every replica to the snapshot, and say how each fared.
 
         Raises:
+            NotAll: if some failed after *start*, and the round is for all or none; the others still wait under their tombstones.
             Aborted: if not every replica could be paused and marked, or the snapshot was not sealed; all were put back as found.
         """
         members = [Member.found(replica) for replica in self.replicas]
@@ -75,9 +76,12 @@ class Bring:
             member.replica.happen(ReplicaEvent.START)  # from here on only a complete, attested update makes it whole
         await self._each(members, self._apply, "update", self.spec.apply_limit_s + 2 * timeouts.resume_s, fence_who_fails=True)
 
+        failed = {member.replica.id: member.failed for member in members if member.failed}
+        if failed and self.spec.all_or_none:
+            raise NotAll(failed)
         self.on_phase("commit")
         whole = [member for member in members if not member.failed]
-        await self._each(whole, self._commit, "commit", 3 * timeouts.commit_s + 3 * timeouts.resume_s, fence_who_fails=True)
+        await self._each(whole, self.commit, "commit", 3 * timeouts.commit_s + 3 * timeouts.resume_s, fence_who_fails=True)
         return [member.report(dict(self.timeline.seconds[member.replica.id])) for member in members]
 
     # --- before start: all, or put back -----------------------------------------------------------------------------------
@@ -161,12 +165,18 @@ class Bring:
         # Before its first call the turn waits for requests: how long is for the deadline of all of it to say.
         calls[0] = replace(calls[0], limit_s=self.spec.apply_limit_s)
         self._require_dropped(member, await self._chain(member, "update", [*calls, *self._publication(member)]))
+        member.published = True
 
     # --- commit and after ---------------------------------------------------------------------------------------------------
 
-    async def _commit(self, member: Member) -> None:
+    async def commit(self, member: Member) -> None:
+        """Let a member whose weights are attested serve them.
+
+        Raises:
+            StepFailed: if it could not be; it is to be fenced.
+        """
         replica, calls = member.replica, []
-        if not self._in_one_turn(member):
+        if not member.published:
             calls = self._publication(member)
             if self._drops_caches(member):
                 # Not in one chain with the resume: a reset may answer False, and then nothing may run.

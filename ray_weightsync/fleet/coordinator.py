@@ -7,51 +7,184 @@ read what is known here, so they answer at once, during a round too.
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Mapping, Sequence
 
 from ray_weightsync.config import TOMBSTONE_PREFIX
-from ray_weightsync.errors import AttachError
+from ray_weightsync.engines.resolve import resolve
+from ray_weightsync.errors import AttachError, RoundAborted, WeightSyncError
+from ray_weightsync.fleet import takeover
+from ray_weightsync.fleet.chronicle import Chronicle
+from ray_weightsync.fleet.claims import Claims, HandOver
+from ray_weightsync.fleet.health import Health, IsGone, actor_is_gone
+from ray_weightsync.fleet.journal import Record
+from ray_weightsync.fleet.membership import Membership
 from ray_weightsync.fleet.parts import Parts
 from ray_weightsync.fleet.preflight import look
+from ray_weightsync.fleet.probes import refuse
+from ray_weightsync.fleet.recovery import Reach, Recovery
+from ray_weightsync.fleet.repair import Repair
 from ray_weightsync.fleet.replica import Replica
 from ray_weightsync.fleet.rounds import Rounds
 from ray_weightsync.fleet.snapshots import Stores
 from ray_weightsync.fleet.steps import Timeline
 from ray_weightsync.fleet.values import Settings
 from ray_weightsync.protocol.channel import FINISH, PAUSE, SET_VERSION
-from ray_weightsync.report import FleetStatus
+from ray_weightsync.report import FleetStatus, SyncReport
+
+logger = logging.getLogger(__name__)
 
 
 class Coordinator:
     """Owns one session: its fleet, its snapshots, its rounds.
 
     Attributes:
+        chronicle: What it leaves for a successor.
         rounds: What senders ask for.
+        repair: Heals.
+        membership: Joins, leaves, sleep.
+        health: Looks at the fleet between rounds.
 
     Args:
         name: The session's name.
         settings: What the session was attached with.
         stores: The snapshot stores.
+        claims: On its engines.
+        chronicle: What it leaves for a successor.
+        predecessor: What the coordinator before this one left, if there was one.
+        reach: How engines are reached again by a successor.
+        is_gone: Whether an engine's process will never answer again.
     """
 
-    def __init__(self, name: str, settings: Settings, stores: Stores) -> None:
-        self._parts = Parts(name, settings, stores)
+    def __init__(
+        self,
+        name: str,
+        settings: Settings,
+        stores: Stores,
+        claims: Claims,
+        chronicle: Chronicle,
+        *,
+        predecessor: Record | None = None,
+        reach: Reach = resolve,
+        is_gone: IsGone = actor_is_gone,
+    ) -> None:
+        self.chronicle = chronicle
+        self._parts = Parts(name, settings, stores, claims, chronicle)
         self._timeouts = settings.timeouts
         self._roster = self._parts.roster
         self.rounds = Rounds(self._parts)
+        self.repair = Repair(self._parts, self.rounds)
+        self.membership = Membership(self._parts, self.repair)
+        self.health = Health(self._parts, self.repair, is_gone=is_gone)
+        self._recovery = Recovery(self._parts, predecessor, reach)
+        self._recovering: asyncio.Task[None] | None = None
+
+    # --- a life after another -----------------------------------------------------------------------------------------------
+
+    async def recover(self) -> None:
+        """Settle what a coordinator before this one left, if there was one. Nothing else is done for anybody before that.
+
+        Raises:
+            Exception: if it could not be done; everybody who asks is told.
+        """
+        if self._recovering is None:
+            self._recovering = asyncio.get_running_loop().create_task(self._recovery.run())
+        await asyncio.shield(self._recovering)
+
+    async def recovered(self) -> None:
+        """Wait until `recover` is done.
+
+        Raises:
+            WeightSyncError: if it failed, or is not done in time.
+        """
+        limit_s = self._recovery.limit_s
+        try:
+            await asyncio.wait_for(self.recover(), limit_s)
+        except TimeoutError as error:
+            raise WeightSyncError(
+                "The coordinator still settles what the one before it left; what holds is in status().",
+                phase="recovery",
+                elapsed_s=limit_s,
+                limit_s=limit_s,
+                hint="call again; a replica that does not answer costs one deadline",
+            ) from error
+        except WeightSyncError:
+            raise
+        except Exception as error:
+            raise WeightSyncError(
+                "The coordinator could not settle what the one before it left. Engines whose label starts with '!rws:' are torn or not "
+                "committed.",
+                phase="recovery",
+                engine_message=f"{type(error).__name__}: {error}",
+                hint="close() this session and attach again: it reads the labels",
+            ) from error
+
+    def attached(self) -> FleetStatus | None:
+        """The status, if the engines of this session were taken in already."""
+        return self.status() if self._roster.replicas else None
+
+    async def settled(self, round_id: str) -> SyncReport:
+        """How a round ended whose caller lost the answer with its coordinator.
+
+        Raises:
+            RoundAborted: if no coordinator had begun it.
+            WeightSyncError: what its caller would have been told.
+        """
+        while self._parts.turn.holder == round_id:  # the answer was lost, not the coordinator
+            await self._roster.watch(self._roster.sequence, limit_s=self._timeouts.status_s)
+        outcome = self._parts.chronicle.outcomes.get(round_id)
+        if outcome is None:
+            raise RoundAborted(
+                f"Nothing changed: {self._roster.serves()}. The coordinator died before this round had begun to touch an engine.",
+                phase="recovery",
+                hint="call again",
+            )
+        if isinstance(outcome, WeightSyncError):
+            raise outcome
+        return outcome
 
     # --- the fleet ----------------------------------------------------------------------------------------------------------
 
-    async def adopt(self, replicas: list[Replica], *, take_over: bool) -> FleetStatus:
+    async def adopt(self, replicas: list[Replica], *, hand_over: HandOver | None = None) -> FleetStatus:
         """Take resolved engines into the fleet.
 
+        Args:
+            replicas: The engines.
+            hand_over: How other sessions are asked for engines of theirs. None: theirs are not taken, and no open update is flushed.
+
         Raises:
-            AttachError: if an engine has an update open that somebody else started, and ``take_over`` is not set.
+            SessionConflict: if another session has one of them, and does not hand it over.
+            AttachError: if an engine has an update open that somebody else started, and it was not to be taken over; or if what a
+                successor of this coordinator would have to know cannot be kept.
         """
-        for replica in replicas:
-            if any(worker.update_open for worker in replica.engine.facts.workers):
-                await self._flush(replica, take_over=take_over)
+        # A round of theirs may take as long as one of ours.
+        limit_s = self._timeouts.attach_s + (self._timeouts.round_s(0) if hand_over is not None else 0.0)
+        waited = await self._parts.claims.claim(replicas, limit_s=limit_s, hand_over=hand_over)
+        try:
+            if waited:  # whoever had them may have changed them since they were inspected
+                await takeover.look_again(replicas, self._timeouts)
+            for replica in replicas:
+                if any(worker.update_open for worker in replica.engine.facts.workers):
+                    await self._flush(replica, take_over=hand_over is not None)
+        except BaseException:
+            await self._parts.claims.release(replicas)
+            raise
         self._roster.adopt(replicas, self._parts.settings.adopt)
+        try:
+            await self._parts.chronicle.write()  # from here on a successor knows whose engines these are
+        except Exception as error:
+            await self._parts.claims.release(replicas)
+            raise AttachError(
+                "Nothing was changed: the session could not be written to the journal in Ray's control plane.",
+                phase="attach",
+                engine_message=f"{type(error).__name__}: {error}",
+                hint="look after Ray's head node and attach again",
+            ) from error
         return self.status()
+
+    async def hand_over(self, identities: Sequence[str], *, to: str, limit_s: float) -> None:
+        """Let another session have engines of this one; see `ray_weightsync.fleet.takeover`."""
+        await takeover.hand_over(self._parts, identities, to=to, limit_s=limit_s)
 
     async def _flush(self, replica: Replica, *, take_over: bool) -> None:
         if not take_over:
@@ -82,6 +215,10 @@ class Coordinator:
             ) from error
         replica.fenced_by_us = True
 
+    async def refuse(self, report: SyncReport, complaints: Mapping[str, str]) -> SyncReport:
+        """Take a version back from replicas that a probe complained of; see `ray_weightsync.fleet.probes.refuse`."""
+        return await refuse(self._parts, report, complaints)
+
     def status(self) -> FleetStatus:
         """What is known here; asks no engine."""
         return self._roster.status()
@@ -91,6 +228,19 @@ class Coordinator:
         return await self._roster.watch(sequence, limit_s=limit_s)
 
     # --- ends ---------------------------------------------------------------------------------------------------------------
+
+    async def leave(self) -> None:
+        """The owner is gone: end the session, whatever of it is under way. Never raises; bounded by the deadlines of a round.
+
+        A snapshot whose writer may be gone too is given up, a round on its way goes on to its end.
+        """
+        try:
+            await self.recovered()
+            for snapshot in self._parts.staging.unsealed():
+                await self.rounds.abandon(snapshot.id, "the session's owner is gone")
+            await self.close()
+        except Exception:
+            logger.exception("session %s ends with its owner, and could not be closed in order", self._roster.name)
 
     async def close(self) -> None:
         """Free what is shared. Engines are left as they are: whole ones serve, fenced ones stay fenced.
@@ -108,4 +258,6 @@ class Coordinator:
                 await asyncio.wait(owed, timeout=self._timeouts.resume_s)
         finally:
             parts.cancel_all()
+            await parts.claims.release_all()
             await parts.staging.close()
+            await parts.chronicle.erase()  # last: should this process die here, its successor goes on with the rest

@@ -19,33 +19,49 @@ logger = logging.getLogger(__name__)
 async def fence(replica: Replica, why: StepFailed, *, spec: RoundSpec, timeline: Timeline) -> None:
     """Out of the serving set, tombstone, paused; its frozen requests go back to their callers.
 
-    What cannot be done because the replica owes an answer is done when it has answered.
+    What cannot be done because the replica owes an answer is done when it has answered; nobody waits for one that seems to be dead.
     """
     replica.happen(ReplicaEvent.FAIL, error=str(why))
     replica.version = None
     replica.fenced_by_us = True
-    if why.failure.kind == "died" and why.phase not in ("commit", "cache", "resume"):
-        return  # and where the label was on its way, it may have reached the process that came after
-    act = partial(_fence_engine, replica, why, spec=spec, timeline=timeline)
+    # Where the label was on its way it may have reached the process that came after; else that one is none of our business.
+    incarnation = None if why.phase in ("commit", "cache", "resume") else replica.engine.facts.incarnation
+    act = partial(
+        fence_engine,
+        replica,
+        spec.tombstone,
+        limit_s=spec.timeouts.resume_s,
+        release=spec.policy.release_requests,
+        timeline=timeline,
+        incarnation=incarnation,
+    )
     if replica.unanswered:
         after_answers(replica, act)
+    elif why.failure.kind == "died":
+        replica.left_unanswered(asyncio.ensure_future(act()))  # perhaps only the connection broke, and its requests are frozen
     else:
         await act()
 
 
-async def _fence_engine(replica: Replica, why: StepFailed, *, spec: RoundSpec, timeline: Timeline) -> None:
-    channel, limit_s = replica.engine.channel, spec.timeouts.resume_s
-    mode = "abort" if spec.policy.release_requests else "keep"
+async def fence_engine(
+    replica: Replica, tombstone: str, *, limit_s: float, release: bool, timeline: Timeline, incarnation: str | None = None
+) -> None:
+    """Mark and pause the engine of a replica that is out of the serving set; with ``release`` its requests go back to their callers."""
+    channel = replica.engine.channel
+    mode = "abort" if release else "keep"
     calls = [
-        Call("mark", limit_s, SET_VERSION, (spec.tombstone,)),
+        Call("mark", limit_s, SET_VERSION, (tombstone,)),
         Call("pause", limit_s, PAUSE, kwargs={"mode": mode, "clear_cache": False}),
     ]
     for call in calls:  # one by one: an engine that cannot be marked is paused all the same
         if not channel.supports(call.verb):
             continue
         try:
-            await chain(replica, call.phase, [call], incarnation=None, timeline=timeline)
+            await chain(replica, call.phase, [call], incarnation=incarnation, timeline=timeline)
         except StepFailed as failed:
+            if failed.failure.kind == "died":
+                logger.info("%s was not fenced, it is gone: %s", replica.id, failed)
+                return
             replica.error = f"{replica.error}; and fencing it failed: {failed}"
             logger.error("%s could not be fenced: %s", replica.id, failed)
 

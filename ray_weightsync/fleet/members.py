@@ -5,33 +5,35 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 
-from ray_weightsync.config import Timeouts
 from ray_weightsync.errors import CallFailure, FleetTorn
+from ray_weightsync.fleet.parts import Parts
 from ray_weightsync.fleet.preflight import PHASE, check
 from ray_weightsync.fleet.replica import Replica
-from ray_weightsync.fleet.roster import Roster
 from ray_weightsync.fleet.round import RoundLog
-from ray_weightsync.fleet.staging import Snapshot, Staging
+from ray_weightsync.fleet.staging import Snapshot
 from ray_weightsync.fleet.states import ReplicaEvent, ReplicaState
 from ray_weightsync.fleet.steps import StepFailed
 from ray_weightsync.fleet.verdicts import aborted
 from ray_weightsync.protocol.fanout import fan_out
 
 
-async def members_of(snapshot: Snapshot, log: RoundLog, roster: Roster, staging: Staging, timeouts: Timeouts) -> list[Replica]:
+async def members_of(snapshot: Snapshot, log: RoundLog, parts: Parts) -> list[Replica]:
     """Look at every replica, have the plan judged and the memory seen where that was not done before.
 
     Raises:
         RoundAborted: if a replica that is not fenced cannot take part.
         FleetTorn: if nobody can.
+        SessionConflict: because other sessions have taken all engines.
     """
+    roster = parts.roster
     log.notes.clear()
-    candidates = [replica for replica in roster.replicas.values() if replica.state is not ReplicaState.RETIRED]
-    failures = await unable(candidates, snapshot, log, staging, timeouts)
+    candidates = roster.members
+    joining = {replica.id for replica in candidates if replica.state is ReplicaState.JOINING}
+    failures = await unable(candidates, snapshot, log, parts)
     culprits = {}
     for name, failed in failures.items():
         replica = roster.replicas[name]
-        if replica.state is ReplicaState.QUARANTINED:
+        if replica.state in (ReplicaState.QUARANTINED, ReplicaState.RETIRED) or name in joining:
             log.notes.append(f"{name} left out: {failed}")
             continue
         culprits[name] = failed
@@ -47,7 +49,11 @@ async def members_of(snapshot: Snapshot, log: RoundLog, roster: Roster, staging:
             hint="mend what the engines named; replicas that are gone are left out when the call is repeated",
         )
     members = [replica for replica in candidates if replica.id not in failures]
+    for replica in members:
+        if replica.state is ReplicaState.JOINING:
+            replica.happen(ReplicaEvent.INSPECT)
     if not members:
+        parts.claims.require_any(roster.replicas.values())
         raise FleetTorn(
             f"No replica serves: version {snapshot.label} can be brought to none. {'; '.join(log.notes)}",
             phase=PHASE,
@@ -57,10 +63,9 @@ async def members_of(snapshot: Snapshot, log: RoundLog, roster: Roster, staging:
     return members
 
 
-async def unable(
-    replicas: Iterable[Replica], snapshot: Snapshot, log: RoundLog, staging: Staging, timeouts: Timeouts
-) -> dict[str, StepFailed]:
-    """Which of ``replicas`` cannot take part in a round that brings ``snapshot`` to them, and why."""
+async def unable(replicas: Iterable[Replica], snapshot: Snapshot, log: RoundLog, parts: Parts) -> dict[str, StepFailed]:
+    """Which of ``replicas`` cannot take part in a round that brings ``snapshot`` to them, and why. Retires one that another session has."""
+    timeouts = parts.timeouts
     failures: dict[str, StepFailed] = {}
     asked: list[Replica] = []
     for replica in replicas:
@@ -69,8 +74,10 @@ async def unable(
             failures[replica.id] = StepFailed(PHASE, failure, timeouts.preflight_s)
         else:
             asked.append(replica)
-    probe = partial(staging.probe, snapshot.node_id)
-    ask = partial(check, plan=snapshot.plan, store=snapshot.store, probe=probe, timeouts=timeouts, timeline=log.timeline)
+    probe = partial(parts.staging.probe, snapshot.node_id)
+    ask = partial(
+        check, plan=snapshot.plan, store=snapshot.store, probe=probe, claims=parts.claims, timeouts=timeouts, timeline=log.timeline
+    )
     outcomes = await fan_out(
         {replica.id: partial(ask, replica) for replica in asked},
         what="preflight",

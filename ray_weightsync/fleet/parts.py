@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 from ray_weightsync.config import Timeouts
 from ray_weightsync.errors import WeightSyncError
+from ray_weightsync.fleet.chronicle import Chronicle
+from ray_weightsync.fleet.claims import Claims
 from ray_weightsync.fleet.roster import Roster
 from ray_weightsync.fleet.snapshots import Stores
 from ray_weightsync.fleet.staging import Staging
@@ -27,15 +29,20 @@ class Parts:
         settings: What the session was attached with.
         roster: The fleet.
         staging: Its snapshots.
+        claims: On its engines.
         turn: The right to touch engines.
+        chronicle: What a successor would have to know.
     """
 
-    def __init__(self, name: str, settings: Settings, stores: Stores) -> None:
+    def __init__(self, name: str, settings: Settings, stores: Stores, claims: Claims, chronicle: Chronicle) -> None:
         self.settings = settings
         self.roster = Roster(name)
         self.staging = Staging(stores, settings.transport, settings.timeouts)
+        self.claims = claims
         self.turn = Turn()
+        self.chronicle = chronicle
         self._background: set[asyncio.Task[Any]] = set()
+        chronicle.follow(self)
 
     @property
     def timeouts(self) -> Timeouts:
@@ -46,6 +53,7 @@ class Parts:
         if self.turn.holder == holder:
             self.turn.release(holder)
             self.roster.round_id = None
+            self.chronicle.after()
             self.roster.changed("idle")
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ray_weightsync.config import Timeouts, is_tombstone
 from ray_weightsync.engines.resolve import inspect
 from ray_weightsync.errors import CallFailure, EngineCallError
+from ray_weightsync.fleet.claims import Claims
 from ray_weightsync.fleet.replica import Replica
 from ray_weightsync.fleet.states import ReplicaEvent, ReplicaState
 from ray_weightsync.fleet.steps import StepFailed, Timeline, step
@@ -42,28 +43,45 @@ def refusal(facts: EngineFacts) -> str | None:
 
 
 async def look(replica: Replica, *, timeouts: Timeouts, timeline: Timeline) -> None:
-    """Learn the replica's facts anew, with a fresh nonce that every rank must echo.
-
-    A changed incarnation means that Ray restarted the engine behind its handle: it holds no weights of ours.
+    """Learn the replica's facts anew.
 
     Raises:
         StepFailed: if it cannot be asked.
     """
     began = time.monotonic()
     try:
-        facts = await inspect(replica.engine, nonce=secrets.token_hex(8), limit_s=timeouts.preflight_s)
-    except EngineCallError as error:
-        (failure,) = error.failures.values()
-        raise StepFailed(PHASE, failure, timeouts.preflight_s) from error
+        facts = await told(replica, limit_s=timeouts.preflight_s)
     finally:
         timeline.add(replica.id, PHASE, began, time.monotonic())
+    learn(replica, facts)
+
+
+async def told(replica: Replica, *, limit_s: float) -> EngineFacts:
+    """What the replica's engine is and holds now, with a fresh nonce that every rank must echo.
+
+    Raises:
+        StepFailed: if it cannot be asked.
+    """
+    try:
+        return await inspect(replica.engine, nonce=secrets.token_hex(8), limit_s=limit_s)
+    except EngineCallError as error:
+        (failure,) = error.failures.values()
+        raise StepFailed(PHASE, failure, limit_s) from error
+
+
+def learn(replica: Replica, facts: EngineFacts) -> None:
+    """Keep what the engine told. Another incarnation means that it was restarted behind its handle: it holds no weights of ours."""
     if facts.incarnation != replica.engine.facts.incarnation:
         replica.forget_incarnation()
         if replica.state is not ReplicaState.JOINING:
             replica.happen(ReplicaEvent.FAIL, error="the engine restarted; it holds no weights of this session")
     replica.engine = replica.engine.with_facts(facts)
+    if facts.paused is False:
+        replica.asleep_tags = set()  # whoever woke it up, it runs
     if is_tombstone(facts.version):
         replica.fenced_by_us = True
+    elif not replica.holds_weights and "weights" not in replica.asleep_tags:
+        replica.attested = False  # at which level somebody put it to sleep is not known, so whether they come back is not either
 
 
 async def check(
@@ -72,6 +90,7 @@ async def check(
     *,
     store: str | None,
     probe: Callable[[], Awaitable[dict[str, Any]]],
+    claims: Claims,
     timeouts: Timeouts,
     timeline: Timeline,
 ) -> None:
@@ -82,6 +101,7 @@ async def check(
         plan: What will be sent.
         store: Id of the snapshot store that holds the bytes, or None for a transport without one.
         probe: Fetches the store's nonce for the ``see`` call; used once per store and incarnation.
+        claims: This session's: an engine that restarted may be another session's by now.
         timeouts: Deadlines; each call here has ``preflight_s``.
         timeline: Where the seconds are written.
 
@@ -89,6 +109,9 @@ async def check(
         StepFailed: if the replica refuses, cannot see the bytes, or does not answer.
     """
     await look(replica, timeouts=timeouts, timeline=timeline)
+    await claims.follow([replica])
+    if replica.state is ReplicaState.RETIRED:
+        raise StepFailed(PHASE, CallFailure(message=str(replica.error), kind="raised", elapsed_s=0.0), timeouts.preflight_s)
     if replica.state is ReplicaState.QUARANTINED and any(worker.update_open for worker in replica.engine.facts.workers):
         # Left by a round of ours that broke inside: our backend's finish completes or flushes, and never raises.
         await step(replica, PHASE, FINISH, limit_s=timeouts.finish_s, timeline=timeline)

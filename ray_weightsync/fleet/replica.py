@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ray_weightsync.config import is_tombstone
 from ray_weightsync.fleet.states import ReplicaEvent, ReplicaState, move
 from ray_weightsync.report import ReplicaStatus
+from ray_weightsync.worker.identity import RESIDENT
 
 if TYPE_CHECKING:
     from ray_weightsync.engines.resolve import Engine
@@ -27,10 +28,18 @@ class Replica:
         version: The label whose weights it holds, if it is known.
         attested: Whether a round of this session proved those weights.
         served: It was SERVING when the round in progress passed *start*; a router may go on sending (requests queue).
+        leaving: Its removal was asked for: no new requests, no further round.
+        owner_paused: Its owner had paused it before this session first touched it, and finds it so afterwards.
         fenced_by_us: Its pause is this session's (or a dead session's, by its tombstone) and ends with its next commit.
         plans: Digests of the plans that its preflight accepted, for its present incarnation.
         stores: Snapshot stores whose memory it proved to see, for its present incarnation.
-        error: Why it is quarantined.
+        error: Why it is quarantined or lost.
+        heals: How often it was healed without being asked since it last took part in a sender's round.
+        probe_failed: The user's own probe refused its outputs; it is not healed without being asked.
+        asleep_tags: What this session put to sleep and nobody has woken up since: of ``"weights"`` and ``"kv_cache"``.
+        lost: It was retired because it cannot be healed, not because its user let it go.
+        replaced_by: Id of the replica that took its place.
+        taken_by: Name of the session that has its engine now.
         unanswered: Calls that missed their deadline and may still come back.
     """
 
@@ -39,10 +48,18 @@ class Replica:
     version: str | None = None
     attested: bool = False
     served: bool = False
+    leaving: bool = False
+    owner_paused: bool = False
     fenced_by_us: bool = False
     plans: set[str] = field(default_factory=set)
     stores: set[str] = field(default_factory=set)
     error: str | None = None
+    heals: int = 0
+    probe_failed: bool = False
+    asleep_tags: set[str] = field(default_factory=set)
+    lost: bool = False
+    replaced_by: str | None = None
+    taken_by: str | None = None
     unanswered: set[asyncio.Future[Any]] = field(default_factory=set)
 
     @property
@@ -56,18 +73,35 @@ class Replica:
         return f"ray logs actor --id {actor_id}" if actor_id is not None else None
 
     @property
+    def whole(self) -> bool:
+        """Whether it holds a committed version, or did when the round in progress passed *start*."""
+        return self.state is ReplicaState.SERVING or (self.state is ReplicaState.UPDATING and self.served)
+
+    @property
+    def asleep(self) -> bool:
+        """Whether a part of it sleeps, as last seen. An engine whose workers cannot sleep only pauses, and does not tell."""
+        return bool(self.asleep_tags) or any(not set(RESIDENT) <= set(worker.resident) for worker in self.engine.facts.workers)
+
+    @property
+    def holds_weights(self) -> bool:
+        """Whether its weights are in memory, as last seen."""
+        return all("weights" in worker.resident for worker in self.engine.facts.workers)
+
+    @property
     def serving(self) -> bool:
         """Whether a router may send requests to it."""
-        return self.state is ReplicaState.SERVING or (self.state is ReplicaState.UPDATING and self.served)
+        return self.whole and not self.leaving and not self.asleep
 
     def happen(self, event: ReplicaEvent, *, error: str | None = None) -> None:
         """Move to the state that ``event`` leads to."""
         before, self.state = self.state, move(self.state, event)
         if event is ReplicaEvent.START:
-            self.served = before is ReplicaState.SERVING
+            self.served = before is ReplicaState.SERVING or (before is ReplicaState.UPDATING and self.served)
         if event in (ReplicaEvent.START, ReplicaEvent.FAIL):
             self.attested = False
-        self.error = error if event is ReplicaEvent.FAIL else None
+        if event is ReplicaEvent.COMMIT:
+            self.heals, self.probe_failed = 0, False
+        self.error = error if event in (ReplicaEvent.FAIL, ReplicaEvent.RETIRE) else None
         if before is not self.state:
             logger.info("%s: %s -> %s%s", self.id, before.value, self.state.value, f" ({error})" if error else "")
 
@@ -78,6 +112,9 @@ class Replica:
         self.unanswered.clear()
         self.version = None
         self.attested = False
+        self.fenced_by_us = False
+        self.probe_failed = False
+        self.asleep_tags = set()
 
     def left_unanswered(self, call: asyncio.Future[Any]) -> None:
         """Keep a call that missed its deadline: until it comes back the engine may still act on it."""
@@ -101,4 +138,7 @@ class Replica:
             node_id=facts.node_id,
             world_size=facts.world_size,
             error=self.error,
+            asleep=self.asleep,
+            lost=self.lost,
+            replaced_by=self.replaced_by,
         )

@@ -28,7 +28,7 @@ def report_of(
     """What the round did."""
     written, timeline = snapshot.written(), log.timeline
     counts = [replica.requests_recomputed for replica in replicas]
-    guarantees, missing = promises(roster.replicas.values(), snapshot.plan, settings)
+    guarantees, missing = promises(roster.members, snapshot.plan, settings, first=roster.ordinal <= 1)
     return SyncReport(
         version=snapshot.version,
         ordinal=roster.ordinal,
@@ -54,10 +54,15 @@ def report_of(
     )
 
 
-def promises(replicas: Iterable[Replica], plan: Plan, settings: Settings) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What was held for this fleet, and what could not be."""
-    given = ["bytes attested by every worker", "a lost replica does not stop the others"]
-    missing: list[str] = []
+def promises(replicas: Iterable[Replica], plan: Plan, settings: Settings, *, first: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What was held for this fleet in its ``first`` round or a later one, and what could not be."""
+    given, missing = ["bytes attested by every worker"], []
+    if settings.on_failure.after_start == "quarantine":
+        given.append("a lost replica does not stop the others")
+    elif first:
+        missing.append("all or none: nothing was committed before that could be gone back to, so what failed would have been fenced")
+    else:
+        given.append("all or none")
     if settings.cache != "recompute":
         given.append(f"cache policy {settings.cache!r}")
     for replica in replicas:

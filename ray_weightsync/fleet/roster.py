@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Iterable, Mapping
 
 from ray_weightsync.config import AdoptPolicy, is_tombstone
+from ray_weightsync.errors import ConfigError
 from ray_weightsync.fleet.replica import Replica
-from ray_weightsync.fleet.states import ReplicaEvent
+from ray_weightsync.fleet.states import ReplicaEvent, ReplicaState
 from ray_weightsync.report import FleetStatus
 
 
@@ -18,9 +20,12 @@ class Roster:
         replicas: Every member, by id, in the order of joining.
         label: The version last committed (or adopted), None before the first.
         ordinal: How many versions this session has committed.
+        ordinals: Their places in the order of commits, oldest first; 0 is the version that was adopted.
         epoch: Grows with every round; receivers refuse an older one.
         phase: The phase of the round in progress, or ``"idle"``.
         round_id: The round in progress, or None.
+        sequence: Grows by one with every change.
+        on_change: Called after every change, besides the watchers.
     """
 
     def __init__(self, name: str) -> None:
@@ -31,8 +36,9 @@ class Roster:
         self.epoch = 0
         self.phase = "idle"
         self.round_id: str | None = None
-        self._history: dict[str, None] = {}
-        self._sequence = 0
+        self.ordinals: dict[str, int] = {}
+        self.on_change: Callable[[], None] = lambda: None
+        self.sequence = 0
         self._changed = asyncio.Event()
 
     def adopt(self, replicas: list[Replica], policy: AdoptPolicy) -> None:
@@ -53,17 +59,54 @@ class Roster:
                 replica.version = label
         if agreed:
             (self.label,) = versions
+            self.ordinals[str(self.label)] = 0
         self.changed()
+
+    def succeed(self, replicas: Iterable[Replica], *, label: str | None, ordinal: int, epoch: int, ordinals: Mapping[str, int]) -> None:
+        """Go on where the coordinator before stood."""
+        self.replicas = {replica.id: replica for replica in replicas}
+        self.label, self.ordinal, self.epoch = label, ordinal, epoch
+        self.ordinals = dict(ordinals)
+
+    def join(self, replicas: Iterable[Replica]) -> None:
+        """Take more engines in. They serve once a round or a repair has brought them to the committed version.
+
+        Raises:
+            ConfigError: if an id is taken.
+        """
+        joining = list(replicas)
+        if taken := [replica.id for replica in joining if replica.id in self.replicas]:
+            raise ConfigError(f"{', '.join(taken)} is the id of another replica of this session, perhaps a retired one")
+        for replica in joining:
+            replica.fenced_by_us = is_tombstone(replica.engine.facts.version)
+            self.replicas[replica.id] = replica
+        self.changed()
+
+    def named(self, replica_id: str) -> Replica:
+        """The replica with this id.
+
+        Raises:
+            ConfigError: if there is none; it names those there are.
+        """
+        if replica_id not in self.replicas:
+            raise ConfigError(f"there is no replica {replica_id!r}; this session has {', '.join(self.replicas) or 'none'}")
+        return self.replicas[replica_id]
+
+    @property
+    def members(self) -> list[Replica]:
+        """Everyone who is not retired and not about to be, in the order of joining."""
+        return [each for each in self.replicas.values() if each.state is not ReplicaState.RETIRED and not each.leaving]
 
     def commit(self, label: str) -> None:
         """A new version was committed."""
         self.label = label
         self.ordinal += 1
-        self._history[label] = None
+        self.ordinals.pop(label, None)  # one that was adopted before stands at its old place
+        self.ordinals[label] = self.ordinal
 
     def was_committed_before(self, label: str) -> bool:
         """Whether ``label`` was committed by this session and is not the present version any more."""
-        return label in self._history and label != self.label
+        return self.ordinals.get(label, 0) > 0 and label != self.label
 
     def next_epoch(self) -> int:
         """A new epoch, above all that any worker has seen, an earlier session's too."""
@@ -89,22 +132,23 @@ class Roster:
             phase=self.phase,
             round_id=self.round_id,
             replicas=tuple(replica.status() for replica in self.replicas.values()),
-            sequence=self._sequence,
-            committed=tuple(self._history)[-100:],
+            sequence=self.sequence,
+            ordinals=dict(list(self.ordinals.items())[-100:]),
         )
 
     def changed(self, phase: str | None = None) -> None:
         """Tell the watchers, and begin ``phase`` if one is given."""
         if phase is not None:
             self.phase = phase
-        self._sequence += 1
+        self.sequence += 1
+        self.on_change()
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def watch(self, sequence: int, *, limit_s: float) -> FleetStatus:
         """The status as soon as it is newer than ``sequence``, or as it is after ``limit_s`` seconds."""
         deadline = time.monotonic() + limit_s
-        while self._sequence <= sequence and (left := deadline - time.monotonic()) > 0:
+        while self.sequence <= sequence and (left := deadline - time.monotonic()) > 0:
             try:
                 await asyncio.wait_for(self._changed.wait(), left)
             except TimeoutError:

@@ -33,6 +33,7 @@ class RoundSpec:
         label: The version's label.
         num_bytes: Bytes moved to each replica; deadlines grow with them.
         update: The ``update_weights`` payload.
+        all_or_none: Nobody is committed unless all are attested.
         overlap: The engines load while the snapshot is still being written.
     """
 
@@ -41,6 +42,7 @@ class RoundSpec:
     label: str
     num_bytes: int
     update: dict[str, Any]
+    all_or_none: bool
     overlap: bool
     pause: PauseMode
     cache: CachePolicy
@@ -56,6 +58,14 @@ class RoundSpec:
         """Seconds from start to outcome when every call uses up its deadline."""
         moving = self.timeouts.for_bytes("update", self.num_bytes) + self.timeouts.for_bytes("finish", self.num_bytes)
         return self.timeouts.start_s + moving + self.timeouts.attest_s
+
+
+class NotAll(Exception):
+    """Some failed after *start* of a round that is for all or none: nobody was committed. ``failures`` names the culprits."""
+
+    def __init__(self, failures: dict[str, StepFailed]) -> None:
+        super().__init__("; ".join(f"{name}: {failure}" for name, failure in failures.items()))
+        self.failures = failures
 
 
 class Aborted(Exception):
@@ -79,6 +89,7 @@ class Member:
     pause_asked_at: float | None = None
     resumed_at: float | None = None
     marked: bool = False
+    published: bool = False
     recomputed: int | None = 0
     failed: StepFailed | None = None
 
@@ -91,20 +102,26 @@ class Member:
             incarnation=facts.incarnation,
             paused_as_found=bool(facts.paused),
             label_as_found=facts.version,
-            torn_as_found=is_tombstone(facts.version),
+            torn_as_found=is_tombstone(facts.version) or replica.fenced_by_us,
         )
 
     def found_again(self, answers: dict[str, Any]) -> None:
         """What it answered directly before the pause, which counts for more than the look."""
         if isinstance(paused := answers.get(IS_PAUSED), bool):
             self.paused_as_found = paused
+        if not self.replica.fenced_by_us:
+            self.replica.owner_paused = self.paused_as_found and not self.replica.asleep  # a sleeping engine says that it is paused
         if isinstance(label := answers.get(GET_VERSION), str) and label:
-            self.label_as_found, self.torn_as_found = label, is_tombstone(label)
+            self.label_as_found, self.torn_as_found = label, is_tombstone(label) or self.replica.fenced_by_us
 
     @property
     def resume_is_ours(self) -> bool:
-        """Whether this session must end the pause: it began it, or a tombstone says that whoever began it never ended it."""
-        return self.pause_asked_at is not None and (not self.paused_as_found or self.replica.fenced_by_us)
+        """Whether this session must end the pause: it began it, or a tombstone says that whoever began it never ended it.
+
+        One that sleeps runs again when it is woken up; before that it must not.
+        """
+        ours = not self.paused_as_found or (self.replica.fenced_by_us and not self.replica.owner_paused)
+        return self.pause_asked_at is not None and ours and not self.replica.asleep
 
     def report(self, phases_s: dict[str, float]) -> ReplicaReport:
         """Its part of the round's report."""

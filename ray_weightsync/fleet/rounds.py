@@ -8,17 +8,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import uuid
 from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
-from ray_weightsync.config import version_label
-from ray_weightsync.errors import ConfigError, RoundAborted
+from ray_weightsync.config import Timeouts, version_label
+from ray_weightsync.errors import CallFailure, ConfigError, RoundAborted, WeightSyncError
 from ray_weightsync.fleet.bring import Bring
+from ray_weightsync.fleet.cluster import Process, until_gone
+from ray_weightsync.fleet.fence import fence
 from ray_weightsync.fleet.members import members_of
 from ray_weightsync.fleet.parts import Parts
 from ray_weightsync.fleet.replica import Replica
 from ray_weightsync.fleet.reporting import report_of
-from ray_weightsync.fleet.round import Aborted, RoundLog, RoundSpec
+from ray_weightsync.fleet.round import Aborted, Member, NotAll, RoundLog, RoundSpec
 from ray_weightsync.fleet.staging import AFTER_REPLY_S, Snapshot
 from ray_weightsync.fleet.states import ReplicaEvent, ReplicaState
 from ray_weightsync.fleet.steps import StepFailed
@@ -58,17 +62,26 @@ class Rounds:
     # --- staging ------------------------------------------------------------------------------------------------------------
 
     async def open(
-        self, snapshot_id: str, version: int | str, *, plan_digest: str, plan: dict[str, Any] | None, node_id: str, busy: Busy
+        self,
+        snapshot_id: str,
+        version: int | str,
+        *,
+        plan_digest: str,
+        plan: dict[str, Any] | None,
+        node_id: str,
+        busy: Busy,
+        sender: Process,
     ) -> Ticket:
         """Begin a round: check the version, allot memory, start the preflight beside the sender's packing.
 
-        The turn is the caller's until `seal`, `commit` or `abandon`, or until the sender's deadline has passed. The snapshot's id is
-        the caller's choice (32 hex digits), so that it can be abandoned before this returns.
+        The turn is the caller's until `seal`, `commit` or `abandon`, until ``sender`` died, or until the sender's deadline has passed.
+        The snapshot's id is the caller's choice (32 hex digits), so that it can be abandoned before this returns.
 
         Raises:
             PlanUnknown: ``plan`` is needed.
             ConfigError: if the version was committed before and is not the present one.
             RoundAborted: if another round does not end, or no memory is left.
+            SessionConflict: if other sessions have taken every engine of this one.
         """
         label = version_label(version)
         known = self._plan(plan_digest, plan)
@@ -76,6 +89,7 @@ class Rounds:
         await self._parts.turn.take(snapshot_id, busy=busy, limit_s=limit_s + self._timeouts.round_s(known.num_bytes))
         log = RoundLog(snapshot_id)
         try:
+            self._parts.claims.require_any(self._roster.replicas.values())
             if snapshot_id in self._abandoned:
                 raise RoundAborted(
                     f"Nothing changed: {self._roster.serves()}. The sender gave up while it waited for its turn.", phase="open"
@@ -89,7 +103,7 @@ class Rounds:
             self._parts.end_turn(snapshot_id)
             raise
         snapshot.preflight = self._parts.spawn(self._look(snapshot))
-        self._parts.spawn(self._give_up_after(snapshot, limit_s))
+        self._parts.spawn(self._give_up_after(snapshot, limit_s, sender))
         return Ticket(snapshot=snapshot_id, address=snapshot.address, progress_bytes=self._settings.transport.bucket_bytes)
 
     async def _look(self, snapshot: Snapshot) -> list[Replica]:
@@ -97,7 +111,9 @@ class Rounds:
         return await self._members(snapshot)
 
     async def _members(self, snapshot: Snapshot) -> list[Replica]:
-        return await members_of(snapshot, snapshot.log, self._roster, self._staging, self._timeouts)
+        members = await members_of(snapshot, snapshot.log, self._parts)
+        await self._parts.chronicle.before(snapshot, members, snapshot.log.round_id)
+        return members
 
     def _plan(self, digest: str, wire: dict[str, Any] | None) -> Plan:
         if digest not in self._plans:
@@ -136,12 +152,23 @@ class Rounds:
         if not snapshot.committing:
             self._parts.end_turn(snapshot_id)
 
-    async def _give_up_after(self, snapshot: Snapshot, limit_s: float) -> None:
+    async def _give_up_after(self, snapshot: Snapshot, limit_s: float, sender: Process) -> None:
         """A sender that died or hangs must keep neither the turn nor the slot."""
-        done, _ = await asyncio.wait({snapshot.sealed}, timeout=limit_s)
-        if not done:
-            logger.error("the sender did not seal version %s within %.0f s; its snapshot is given up", snapshot.label, limit_s)
-            await self.abandon(snapshot.id, f"the sender did not seal within {limit_s:.1f} s")
+        death = self._parts.spawn(until_gone(sender))
+        either: set[asyncio.Future[Any]] = {snapshot.sealed, death}
+        try:
+            await asyncio.wait(either, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            death.cancel()
+        if snapshot.sealed.done():
+            return
+        why = f"the sender did not seal within {limit_s:.1f} s"
+        if death.done():
+            if snapshot.sealing is not None:
+                return  # it had said what it wrote; the rest goes on without it
+            why = "the sender died before it had sealed"
+        logger.error("%s; version %s is given up", why, snapshot.label)
+        await self.abandon(snapshot.id, why)
 
     # --- commit -------------------------------------------------------------------------------------------------------------
 
@@ -168,9 +195,15 @@ class Rounds:
             if self._roster.was_committed_before(snapshot.label):
                 raise ConfigError(f"version {snapshot.label!r} was committed meanwhile; versions are unique (now: {self._roster.label!r})")
             members = await snapshot.judged()
-            if time.monotonic() - snapshot.log.began > LOOK_IS_FRESH_S:
+            gone = any(replica.state is ReplicaState.RETIRED for replica in members)
+            if gone or time.monotonic() - snapshot.log.began > LOOK_IS_FRESH_S:
                 members = await self._members(snapshot)  # who is awake, and who is there at all, may have changed meanwhile
-            return await self._commit(snapshot, members)
+            report = await self._commit(snapshot, members)
+            self._parts.chronicle.ended(snapshot_id, report)
+            return report
+        except WeightSyncError as error:
+            self._parts.chronicle.ended(snapshot_id, error)
+            raise
         finally:
             await self._staging.free(snapshot)
             self._parts.end_turn(snapshot_id)
@@ -178,9 +211,9 @@ class Rounds:
     async def _commit(self, snapshot: Snapshot, members: list[Replica]) -> SyncReport:
         repeat = await self._is_repeat(snapshot)
         if repeat:
-            members = [replica for replica in members if not (replica.serving and replica.attested and replica.version == snapshot.label)]
+            members = [replica for replica in members if not (replica.whole and replica.attested and replica.version == snapshot.label)]
         try:
-            replicas = await self._brought(snapshot, snapshot.log, members)
+            replicas = await self.bring(snapshot, snapshot.log, members)
         finally:
             if not repeat and any(replica.version == snapshot.label and replica.attested for replica in members):
                 self._roster.commit(snapshot.label)
@@ -215,13 +248,16 @@ class Rounds:
 
     # --- the engines' part --------------------------------------------------------------------------------------------------
 
-    async def _brought(self, snapshot: Snapshot, log: RoundLog, members: list[Replica]) -> list[ReplicaReport]:
-        """Bring ``members`` to ``snapshot``.
+    async def bring(self, snapshot: Snapshot, log: RoundLog, members: list[Replica]) -> list[ReplicaReport]:
+        """Bring ``members`` to ``snapshot``, all paused before the first one starts.
 
         Raises:
-            RoundAborted: if the round ended before *start*.
+            RoundAborted: if the round ended before *start*, or was rolled back.
         """
-        bring = Bring(self._spec(snapshot, log), members, snapshot.expected, on_phase=self._roster.changed, timeline=log.timeline)
+        await self._parts.chronicle.before(snapshot, members, log.round_id)
+        before = self._staging.committed
+        spec = self._spec(snapshot, log, overlap=self._settings.transport.overlap)
+        bring = Bring(spec, members, snapshot.expected, on_phase=self._roster.changed, timeline=log.timeline)
         try:
             return await bring.run()
         except Aborted as end:
@@ -233,12 +269,54 @@ class Rounds:
                 log_hints=self._roster.log_hints(),
                 hint="call again; raise Timeouts.pause_s if the engines are slow to pause",
             ) from end
+        except NotAll as end:
+            assert before is not None
+            raise await self._rolled_back(before, snapshot.label, members, end) from end
         finally:
             for replica in members:
                 if replica.state is ReplicaState.UPDATING:
                     replica.happen(ReplicaEvent.FAIL, error="the round ended unexpectedly; its weights may be torn")
 
-    def _spec(self, snapshot: Snapshot, log: RoundLog) -> RoundSpec:
+    async def restore(self, snapshot: Snapshot, log: RoundLog, replicas: Iterable[Replica]) -> list[ReplicaReport]:
+        """Bring each of ``replicas`` to a sealed snapshot, each for itself: what keeps one away is in its own report, and it is fenced."""
+        replicas = list(replicas)
+        await self._parts.chronicle.before(snapshot, replicas, log.round_id, each_for_itself=True)
+        spec = self._spec(snapshot, log, overlap=False)
+
+        async def restored(replica: Replica) -> ReplicaReport:
+            try:
+                (report,) = await Bring(spec, [replica], snapshot.expected, timeline=log.timeline).run()
+            except Aborted as end:
+                member = Member.found(replica)
+                member.failed = end.failures.get(replica.id) or next(iter(end.failures.values()))
+                await fence(replica, member.failed, spec=spec, timeline=log.timeline)
+                return member.report(dict(log.timeline.seconds[replica.id]))
+            return report
+
+        try:
+            return list(await asyncio.gather(*map(restored, replicas)))
+        finally:
+            self._roster.changed()
+
+    async def _rolled_back(self, before: Snapshot, label: str, members: list[Replica], end: NotAll) -> RoundAborted:
+        """Bring every replica that the round touched back to the snapshot committed before."""
+        self._roster.changed("roll back")
+        for replica in members:
+            replica.fenced_by_us = True  # its pause is ours to end, and its tombstone does not mean that somebody else's round left it
+        reports = await self.restore(before, RoundLog(uuid.uuid4().hex), [replica for replica in members if not replica.unanswered])
+        back = {report.id for report in reports if report.failed_phase is None}
+        stuck = {name: failed for name, failed in end.failures.items() if name not in back}
+        stuck |= {each.id: _as_failure(each, self._timeouts) for each in reports if each.id not in back and each.id not in stuck}
+        return aborted(
+            f"Version {label} failed on {', '.join(end.failures)}, and was taken back from all.",
+            old=self._roster.label,
+            culprits=end.failures,
+            stuck=stuck,
+            log_hints=self._roster.log_hints(),
+            hint="mend or replace what failed and call again",
+        )
+
+    def _spec(self, snapshot: Snapshot, log: RoundLog, *, overlap: bool) -> RoundSpec:
         settings, num_bytes = self._settings, snapshot.plan.num_bytes
         epoch = self._roster.next_epoch()
         update = {
@@ -256,7 +334,9 @@ class Rounds:
             label=snapshot.label,
             num_bytes=num_bytes,
             update=update,
-            overlap=settings.transport.overlap,
+            # There is nothing to go back to before the first commit, and a restoration is of each for itself.
+            all_or_none=settings.on_failure.after_start == "all_or_none" and self._staging.committed not in (None, snapshot),
+            overlap=overlap,
             pause=settings.pause,
             cache=settings.cache,
             timeouts=self._timeouts,
@@ -266,7 +346,14 @@ class Rounds:
     def _told(self, snapshot: Snapshot, log: RoundLog, replicas: list[ReplicaReport], *, repeated: bool) -> SyncReport:
         """The report, or the error that says what holds now."""
         report = report_of(snapshot, log, self._roster, self._settings, replicas, notes=self._staging.notes(), repeated=repeated)
-        others = [replica.id for replica in self._roster.replicas.values() if replica.serving and replica.version == snapshot.label]
+        others = [replica.id for replica in self._roster.replicas.values() if replica.whole and replica.version == snapshot.label]
         if (error := verdict(report, self._settings.on_failure, self._roster.log_hints(), serving=others)) is not None:
             raise error
         return report
+
+
+def _as_failure(report: ReplicaReport, timeouts: Timeouts) -> StepFailed:
+    phase = report.failed_phase or "commit"
+    return StepFailed(
+        phase, CallFailure(message=report.error or "", kind="raised", elapsed_s=report.phases_s.get(phase, 0.0)), timeouts.commit_s
+    )

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,6 +121,10 @@ class Staging:
     def get(self, snapshot_id: str) -> Snapshot | None:
         """The snapshot, unless it was committed or freed."""
         return self._open.get(snapshot_id)
+
+    def unsealed(self) -> list[Snapshot]:
+        """The snapshots whose writer has not come to the end."""
+        return [snapshot for snapshot in self._open.values() if not snapshot.sealed.done() and snapshot.sealing is None]
 
     def require(self, snapshot_id: str, serves: str) -> Snapshot:
         """The snapshot.
@@ -247,6 +252,10 @@ class Staging:
             await asyncio.wait(under_way)
         await self._discard(snapshot.node_id, snapshot.slot)
 
+    async def discard(self, snapshot: Snapshot) -> None:
+        """Free the slot of a snapshot that is not this coordinator's own."""
+        await self._discard(snapshot.node_id, snapshot.slot)
+
     async def _discard(self, node_id: str, slot: str) -> None:
         try:
             await self._stores.discard(node_id, snapshot=slot, limit_s=self._timeouts.commit_s)
@@ -264,6 +273,14 @@ class Staging:
         except Exception as error:
             failure = CallFailure(message=f"the snapshot store did not answer: {words(error)}", kind="raised", elapsed_s=0.0)
             raise StepFailed("preflight", failure, self._timeouts.preflight_s) from error
+
+    async def recover(self, slots: Collection[str], *, limit_s: float) -> dict[str, str]:
+        """Find the stores of the coordinator before again, and give up whatever lies in them but these slots.
+
+        Returns:
+            The digests of those of ``slots`` that are there and sealed.
+        """
+        return await self._stores.recover(slots, limit_s=limit_s)
 
     def notes(self) -> list[str]:
         """Remarks on the slots, for the report."""

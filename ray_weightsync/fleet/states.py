@@ -52,6 +52,7 @@ LEGAL_MOVES: dict[tuple[ReplicaState, ReplicaEvent], ReplicaState] = {
     (_S.STALE, _E.START): _S.UPDATING,
     (_S.STALE, _E.FAIL): _S.QUARANTINED,
     (_S.STALE, _E.RETIRE): _S.RETIRED,
+    (_S.UPDATING, _E.START): _S.UPDATING,  # rolled back: another complete update on top
     (_S.UPDATING, _E.COMMIT): _S.SERVING,
     (_S.UPDATING, _E.FAIL): _S.QUARANTINED,
     (_S.SERVING, _E.START): _S.UPDATING,

@@ -18,6 +18,8 @@ class Turn:
         self._lock = asyncio.Lock()
         self._holder: str | None = None
         self._since = 0.0
+        self.taken = 0
+        """How often it was taken so far: tells whether somebody had it meanwhile."""
 
     @property
     def holder(self) -> str | None:
@@ -46,6 +48,7 @@ class Turn:
                 hint="see status()",
             ) from None
         self._holder, self._since = holder, time.monotonic()
+        self.taken += 1
 
     def release(self, holder: str) -> None:
         """Give the turn back if ``holder`` has it."""

@@ -92,6 +92,12 @@ class StepByStep:
             course.halted = True
         return place
 
+    async def halt_chains(self) -> int:
+        """See `Channel.halt_chains`."""
+        for course in self._courses().values():
+            course.halted = True
+        return len(self._courses())
+
     def _courses(self) -> dict[str, _Course]:
         courses: dict[str, _Course] = self.__dict__.setdefault("_rws_courses", {})
         return courses

@@ -27,6 +27,8 @@ RESET_MM_CACHE = "reset_mm_cache"
 RESET_ENCODER_CACHE = "reset_encoder_cache"
 COLLECTIVE_RPC = "collective_rpc"
 WORLD_SIZE = "get_world_size"
+SLEEP = "sleep"
+WAKE_UP = "wake_up"
 UNFINISHED = "get_num_unfinished_requests"
 """No part of the protocol: an `AsyncLLM` in an actor has it, a server does not."""
 
@@ -40,7 +42,7 @@ REQUIRED_VERBS = (INIT, START, UPDATE, FINISH)
 KNOWN_VERBS = (
     *REQUIRED_VERBS,
     *(SHUTDOWN, START_DRAFT, PAUSE, RESUME, IS_PAUSED, GET_VERSION, SET_VERSION, RESET_PREFIX_CACHE, COLLECTIVE_RPC, WORLD_SIZE),
-    *(RESET_MM_CACHE, RESET_ENCODER_CACHE),
+    *(RESET_MM_CACHE, RESET_ENCODER_CACHE, SLEEP, WAKE_UP),
 )
 """What this package may ask for; all but the required ones are missing in some engine or other."""
 
@@ -100,5 +102,12 @@ class Channel(Protocol):
         """The step that a chain is at; None if it has not begun, or is over.
 
         If that step has taken its limit or more (``limits_s``, one for each step), it still runs on, but no later one will begin.
+        """
+        ...
+
+    async def halt_chains(self) -> int:
+        """How many chains are under way in the engine, whoever asked for them. None of them begins another step.
+
+        For a successor of whoever asked. Where each step is a call of its own, there is no chain without its caller.
         """
         ...

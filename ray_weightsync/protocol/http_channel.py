@@ -85,7 +85,7 @@ class HTTPChannel(StepByStep):
         url: str,
         *,
         label: str | None = None,
-        api_key: str | None = None,
+        api_key: str | Secret | None = None,
         verify: bool | str = True,
         allow_pickle: bool | Literal["plain-http"] = False,
     ) -> None:

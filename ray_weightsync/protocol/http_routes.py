@@ -33,14 +33,14 @@ class Exchange:
         method: ``"GET"`` for a read, which may be repeated; ``"POST"`` for anything else, which may not.
         path: Path below the base URL.
         read: Takes the parsed answer (`NOTHING` for an empty body), returns what the verb returns, raises `UnexpectedAnswer`.
-        params: Query parameters.
+        params: Query parameters; one with several values is given several times.
         body: JSON object of a POST.
     """
 
     method: str
     path: str
     read: Callable[[Any], Any]
-    params: Mapping[str, str] = field(default_factory=dict)
+    params: Mapping[str, str | Sequence[str]] = field(default_factory=dict)
     body: Mapping[str, Any] | None = None
 
 
@@ -115,6 +115,19 @@ def _set_version(new_version: str) -> Exchange:
     return _post("update_weight_version", read, {"new_version": new_version})
 
 
+def _sleep(level: int = 1) -> Exchange:
+    return _post("sleep", _slept, params={"level": str(level)})
+
+
+def _wake_up(tags: Sequence[str] | None = None) -> Exchange:
+    return _post("wake_up", _slept, params={"tags": tuple(tags)} if tags else None)
+
+
+def _slept(answer: Any) -> Any:
+    """Whether it is awake or sleeps, in vLLM's words; nothing before 0.32."""
+    return None if answer is NOTHING else _field("status", str)(answer)
+
+
 def _world_size(include_dp: bool = True) -> Exchange:
     return _get("get_world_size", _field("world_size", int), params={"include_dp": _flag(include_dp)})
 
@@ -157,7 +170,11 @@ def _get(path: str, read: Callable[[Any], Any], params: Mapping[str, str] | None
 
 
 def _post(
-    path: str, read: Callable[[Any], Any], body: Mapping[str, Any] | None = None, *, params: Mapping[str, str] | None = None
+    path: str,
+    read: Callable[[Any], Any],
+    body: Mapping[str, Any] | None = None,
+    *,
+    params: Mapping[str, str | Sequence[str]] | None = None,
 ) -> Exchange:
     return Exchange(method="POST", path=path, read=read, params=params or {}, body=body)
 
@@ -182,6 +199,8 @@ ROUTES: Mapping[str, Callable[..., Exchange]] = {
     verbs.COLLECTIVE_RPC: _collective_rpc,
     verbs.RESET_MM_CACHE: _reset_cache("reset_mm_cache"),
     verbs.RESET_ENCODER_CACHE: _reset_cache("reset_encoder_cache"),
+    verbs.SLEEP: _sleep,
+    verbs.WAKE_UP: _wake_up,
     verbs.WORLD_SIZE: _world_size,
     WEIGHT_INFO: _weight_info,
     SERVER_INFO: _server_info,

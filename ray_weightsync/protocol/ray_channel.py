@@ -193,6 +193,10 @@ class ActorChannel(StepByStep):
             found = await self.handle.__ray_call__.options(**_beside()).remote(_by_value(remote.halt), token, list(limits_s))
         return None if found is None else Place(*found)
 
+    async def halt_chains(self) -> int:
+        """See `Channel.halt_chains`. The channel need not have been probed."""
+        return int(await self.handle.__ray_call__.options(**_beside()).remote(_by_value(remote.halt_all)))
+
     async def require_incarnation(self, incarnation: str) -> None:
         """Raise `EngineRestarted` if another incarnation is behind the handle now."""
         self._outcome({"restarted": await self.run(remote.successor_of, self.attr or "", incarnation)})

@@ -166,6 +166,14 @@ def halt(actor: Any, token: str, limits_s: list[float]) -> tuple[int, float] | N
     return at, seconds
 
 
+def halt_all(actor: Any) -> int:
+    """How many chains are under way; none of them begins another step."""
+    under_way = courses()
+    for course in list(under_way.values()):
+        course["halted"] = True
+    return len(under_way)
+
+
 def _begun(token: str) -> dict[str, Any]:
     course: dict[str, Any] = {"step": 0, "began": time.monotonic(), "seconds": [], "halted": False}
     courses()[token] = course
@@ -178,7 +186,7 @@ def _next(course: dict[str, Any], step: int) -> None:
         course["seconds"].append(now - course["began"])
     course.update(step=step, began=now)
     if course["halted"]:
-        raise TimeoutError("not begun: the step before it took too long")
+        raise TimeoutError("not begun: the step before it took too long, or whoever asked for it is gone")
 
 
 def _outcome(course: dict[str, Any], answers: list[Any], error: BaseException | None) -> dict[str, Any]:

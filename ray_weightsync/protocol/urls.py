@@ -5,7 +5,6 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,26 +20,49 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _TOKEN = "a non-empty string of printable ASCII characters without spaces"
 
 
-@dataclass(frozen=True)
 class Secret:
-    """A bearer token that shows in no repr, log or error, and leaves its process only as the name of an environment variable.
+    """A bearer token that shows in no repr, log or error, and leaves its process only as the name of an environment variable. Immutable.
 
     Attributes:
         variable: Where the token is read, in whatever process uses it; None for one that was given itself.
     """
 
-    variable: str | None
-    _literal: str | None = field(default=None, repr=False)
+    __slots__ = ("_literal", "variable")
+
+    def __init__(self, variable: str | None, literal: str | None = None) -> None:
+        self.variable = variable
+        self._literal = literal
+
+    @classmethod
+    def left_behind(cls) -> Secret:
+        """What remains of a token given itself where it was not to travel."""
+        return cls(None)
+
+    @property
+    def is_literal(self) -> bool:
+        """Whether the token was given itself, and is here."""
+        return self._literal is not None
+
+    @property
+    def is_here(self) -> bool:
+        """False for what remains of a token that was given itself, in another process."""
+        return self.is_literal or self.variable is not None
 
     @property
     def value(self) -> str:
         """The token.
 
         Raises:
-            ConfigError: if this process has no such variable, or it holds no token; its value is not repeated.
+            ConfigError: if this process has no such variable, or it holds no token; its value is not repeated. Or if the token was given
+                itself, to another process.
         """
+        if self._literal is not None:
+            return self._literal
         if self.variable is None:
-            return str(self._literal)
+            raise ConfigError(
+                "its api_key was given as the token itself, which did not travel with the reference (what Ray carries, it may show)",
+                hint=f"give api_key='{ENV}NAME', and set the variable NAME where the process that makes the requests gets its environment",
+            )
         value = os.environ.get(self.variable)
         if value is None:
             raise ConfigError(
@@ -54,8 +76,23 @@ class Secret:
     def __str__(self) -> str:
         return "***"
 
+    def __repr__(self) -> str:
+        return f"'{ENV}{self.variable}'" if self.variable is not None else "'***'"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Secret) and (self.variable, self._literal) == (other.variable, other._literal)
+
+    def __hash__(self) -> int:
+        return hash((self.variable, self._literal))
+
+    def __copy__(self) -> Secret:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Secret:
+        return self
+
     def __reduce__(self) -> tuple[Any, ...]:
-        if self.variable is None:
+        if self._literal is not None:
             raise ConfigError(
                 "an api_key given as the token itself does not leave its process: what Ray carries, it stores and may show",
                 hint=f"give api_key='{ENV}NAME', and set the variable NAME where the requests are made",
@@ -63,14 +100,14 @@ class Secret:
         return Secret, (self.variable,)
 
 
-def as_secret(name: str, value: str | None) -> Secret | None:
-    """``value``, a token or ``"env:NAME"``, as a bearer token. No variable is read here.
+def as_secret(name: str, value: str | Secret | None) -> Secret | None:
+    """``value``, a token or ``"env:NAME"``, as a bearer token, and one of these as it is. No variable is read here.
 
     Raises:
         ConfigError: if it is neither the name of a variable nor a string that fits into a header; the value is not repeated.
     """
-    if value is None:
-        return None
+    if value is None or isinstance(value, Secret):
+        return value
     if isinstance(value, str) and value.startswith(ENV):
         if not _VARIABLE.fullmatch(value.removeprefix(ENV)):
             raise ConfigError(f"{name} begins with {ENV!r}, so the name of an environment variable must follow: letters, digits and '_'")

@@ -151,13 +151,18 @@ class EngineSide:
 
     def disarm(self) -> None:
         ids, self._ids = self._ids, []
-        # The workers may be gone and the actor not: each step is tried.
-        with contextlib.suppress(ProcessGone):
-            for fault_id in ids:
-                self.release(fault_id)  # first of all: a worker that hangs does not hear the order
-        with contextlib.suppress(ProcessGone):
-            if ids:
-                self._order({"op": "heal"})
+        try:
+            # The workers may be gone and the actor not: each step is tried.
+            with contextlib.suppress(ProcessGone):
+                for fault_id in ids:
+                    self.release(fault_id)  # first of all: a worker that hangs does not hear the order
+            with contextlib.suppress(ProcessGone):
+                if ids:
+                    self._order({"op": "heal"})
+        finally:
+            self._remove_directory()
+
+    def _remove_directory(self) -> None:
         try:
             self._run(self._beside.run(in_engine.remove_directory, self._directory), "remove_directory")
         except ProcessGone:

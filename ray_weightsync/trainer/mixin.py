@@ -8,6 +8,7 @@ from ray.actor import ActorHandle
 
 from ray_weightsync.config import Timeouts
 from ray_weightsync.errors import ConfigError, RoundAborted, WeightSyncError
+from ray_weightsync.fleet.link import CoordinatorLink
 from ray_weightsync.fleet.turns import Busy
 from ray_weightsync.report import SyncReport
 from ray_weightsync.trainer.sender import SnapshotSender, StagedWeights
@@ -57,5 +58,6 @@ class TrainerMixin:
     def _rws_sender(self, session: str, coordinator: ActorHandle[Any], timeouts: Timeouts) -> SnapshotSender:
         senders: dict[str, SnapshotSender] = self.__dict__.setdefault("_rws_senders", {})
         if session not in senders:
-            senders[session] = SnapshotSender(session, coordinator, timeouts=timeouts)
+            link = CoordinatorLink(session, coordinator, timeouts=timeouts)
+            senders[session] = SnapshotSender(session, link, timeouts=timeouts)
         return senders[session]

@@ -14,15 +14,15 @@ import logging
 import time
 import uuid
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import ray
-from ray.actor import ActorHandle
 
 from ray_weightsync.config import Timeouts, version_label
 from ray_weightsync.errors import ConfigError, RoundAborted, WeightSyncError
-from ray_weightsync.fleet.actor import answer, ask, find_coordinator
+from ray_weightsync.fleet.actor import revive
+from ray_weightsync.fleet.cluster import Process
+from ray_weightsync.fleet.link import CoordinatorLink, CoordinatorLost
 from ray_weightsync.fleet.turns import Busy
 from ray_weightsync.fleet.values import Sealed, Settings, Ticket
 from ray_weightsync.report import SyncReport
@@ -59,14 +59,15 @@ class SnapshotSender:
 
     Args:
         session: The session's name.
-        coordinator: Its coordinator.
+        link: The way to its coordinator.
         timeouts: The session's deadlines; every wait here is longer than the coordinator's own for the same thing.
     """
 
-    def __init__(self, session: str, coordinator: ActorHandle[Any], *, timeouts: Timeouts) -> None:
+    def __init__(self, session: str, link: CoordinatorLink, *, timeouts: Timeouts) -> None:
         self._session = session
-        self._coordinator = coordinator
+        self._link = link
         self._timeouts = timeouts
+        self._me = Process.this()
         self._writer = SlotWriter()
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._sent_plans: set[str] = set()
@@ -77,18 +78,20 @@ class SnapshotSender:
         weights, plan, ticket = self._open(source, version, busy)
         pending: Any = None
         if ticket.address["overlap"]:
-            pending = self._coordinator.commit.remote(ticket.snapshot, None, True)
+            pending = self._link.submit("commit", ticket.snapshot, None, True)
         sealed = self._pack(weights, plan, ticket, began, pending)
         if pending is None:
-            pending = self._coordinator.commit.remote(ticket.snapshot, sealed, True)
+            pending = self._link.submit("commit", ticket.snapshot, sealed, True)
         else:
             try:
-                ask(self._coordinator, "seal", ticket.snapshot, sealed, True, limit_s=self._round_s(plan.num_bytes))
-            except WeightSyncError:
+                self._link.wait(self._link.submit("seal", ticket.snapshot, sealed, True), "seal", limit_s=self._round_s(plan.num_bytes))
+            except (WeightSyncError, CoordinatorLost) as error:
                 # The engines may be at it already: the commit's error says what holds now, the seal's does not.
-                answer(pending, "commit", limit_s=self._round_s(plan.num_bytes))
+                report: SyncReport = self._committed(pending, ticket, plan.num_bytes)
+                if isinstance(error, CoordinatorLost):  # it had sealed, or the bytes were all there for its successor
+                    return self._told(report, sealed.stage_s)
                 raise
-        report: SyncReport = answer(pending, "commit", limit_s=self._round_s(plan.num_bytes))
+        report = self._committed(pending, ticket, plan.num_bytes)
         return self._told(report, sealed.stage_s)
 
     def stage(self, source: SourceLike, *, version: int | str, busy: Busy = "wait") -> StagedWeights:
@@ -96,7 +99,12 @@ class SnapshotSender:
         began = time.monotonic()
         weights, plan, ticket = self._open(source, version, busy)
         sealed = self._pack(weights, plan, ticket, began, None)
-        ask(self._coordinator, "seal", ticket.snapshot, sealed, False, limit_s=self._round_s(plan.num_bytes))
+        self._link.answer(
+            self._link.submit("seal", ticket.snapshot, sealed, False),
+            "seal",
+            round_id=ticket.snapshot,
+            limit_s=self._round_s(plan.num_bytes),
+        )
         return StagedWeights(
             session=self._session,
             snapshot=ticket.snapshot,
@@ -114,12 +122,17 @@ class SnapshotSender:
             raise ConfigError(f"these weights were staged in session {staged.session!r}, not in {self._session!r}")
         # It may have to wait for the round of another sender first.
         limit_s = self._timeouts.staging_s(staged.num_bytes) + 2 * self._round_s(staged.num_bytes)
-        report: SyncReport = ask(self._coordinator, "commit", staged.snapshot, None, False, limit_s=limit_s)
+        pending = self._link.submit("commit", staged.snapshot, None, False)
+        report: SyncReport = self._link.answer(pending, "commit", round_id=staged.snapshot, limit_s=limit_s)
         return self._told(report, staged.stage_s)
 
     def close(self) -> None:
         """Unmap the slots. Idempotent."""
         self._writer.close()
+
+    def _committed(self, pending: Any, ticket: Ticket, num_bytes: int) -> SyncReport:
+        report: SyncReport = self._link.answer(pending, "commit", round_id=ticket.snapshot, limit_s=self._round_s(num_bytes))
+        return report
 
     def _open(self, source: SourceLike, version: int | str, busy: Busy) -> tuple[WeightSource, Plan, Ticket]:
         version_label(version)
@@ -128,21 +141,32 @@ class SnapshotSender:
         weights = as_source(source)
         plan = self._plan(weights)
         node_id = ray.get_runtime_context().get_node_id()
-        snapshot = uuid.uuid4().hex
         # It may have to wait for the round of another sender first.
         limit_s = 2 * (self._timeouts.staging_s(plan.num_bytes) + self._round_s(plan.num_bytes))
-        open_snapshot = partial(ask, self._coordinator, "open_snapshot", snapshot, version, plan.digest, limit_s=limit_s)
+        ticket = None if plan.digest not in self._sent_plans else self._ticket(version, plan, None, node_id, busy, limit_s)
+        if ticket is None:  # the coordinator does not know this plan, forgot it among others, or is a successor
+            ticket = self._ticket(version, plan, plan.to_wire(), node_id, busy, limit_s)
+        assert ticket is not None, "it was given the plan"
+        self._sent_plans.add(plan.digest)
+        return weights, plan, ticket
+
+    def _ticket(self, version: int | str, plan: Plan, wire: Any, node_id: str, busy: Busy, limit_s: float) -> Ticket | None:
+        """The right to write a snapshot; None if the coordinator does not know the plan."""
+        snapshot = uuid.uuid4().hex
+        pending = self._link.submit("open_snapshot", snapshot, version, plan.digest, wire, node_id, busy, self._me)
         try:
-            ticket = open_snapshot(None if plan.digest in self._sent_plans else plan.to_wire(), node_id, busy)
-            if ticket is None:  # the coordinator forgot this plan among others, or is a successor
-                ticket = open_snapshot(plan.to_wire(), node_id, busy)
+            ticket: Ticket | None = self._link.wait(pending, "open_snapshot", limit_s=limit_s)
+        except CoordinatorLost as lost:
+            logger.warning("the coordinator of %s died when a round was opened; its successor is asked (%s)", self._session, lost)
+            # Under another id: one that only seemed to be gone is not to give this one its turn later.
+            self._link.ask("abandon", snapshot, "its sender lost the answer", limit_s=limit_s)
+            return None if wire is None else self._ticket(version, plan, wire, node_id, busy, limit_s)
         except WeightSyncError:
             raise
         except BaseException as error:  # interrupted while it waited: it must not be given the turn later
-            self._coordinator.abandon.remote(snapshot, f"the sender was interrupted: {type(error).__name__}")
+            self._link.submit("abandon", snapshot, f"the sender was interrupted: {type(error).__name__}")
             raise
-        self._sent_plans.add(plan.digest)
-        return weights, plan, ticket
+        return ticket
 
     def _round_s(self, num_bytes: int) -> float:
         return self._timeouts.round_s(num_bytes) + self._timeouts.status_s
@@ -160,17 +184,14 @@ class SnapshotSender:
             packed = self._writer.write(ticket.address, plan, source, progress_bytes=ticket.progress_bytes)
         except BaseException as error:
             why = f"{type(error).__name__}: {error}"
-            ask(
-                self._coordinator,
+            self._link.ask(
                 "abandon",
                 ticket.snapshot,
                 f"the sender could not stage the weights: {why}",
                 limit_s=self._timeouts.connect_s,
             )
             if pending is not None:
-                answer(
-                    pending, "commit", limit_s=self._round_s(plan.num_bytes)
-                )  # engines were at it already: its error says what holds now
+                self._committed(pending, ticket, plan.num_bytes)  # engines were at it already: its error says what holds now
             if isinstance(error, WeightSyncError) or not isinstance(error, Exception):
                 raise
             raise RoundAborted(
@@ -218,9 +239,10 @@ class WeightSender:
         if world_size != 1 or process_group is not None:
             raise ConfigError("a WeightSender of more than one rank is not available in this version: gather on rank 0 and send from there")
         self._source = as_source(source)
-        coordinator = find_coordinator(name)
-        settings: Settings = ask(coordinator, "settings", limit_s=Timeouts().connect_s)
-        self._sender = SnapshotSender(name, coordinator, timeouts=settings.timeouts)
+        coordinator = revive(name)
+        settings: Settings = CoordinatorLink(name, coordinator, timeouts=Timeouts()).ask("settings", limit_s=Timeouts().connect_s)
+        link = CoordinatorLink(name, coordinator, timeouts=settings.timeouts)
+        self._sender = SnapshotSender(name, link, timeouts=settings.timeouts)
 
     def send_weights(self, *, version: int | str, busy: Busy = "wait") -> SyncReport:
         """Bring every serving replica to ``version``. Errors as of `WeightSync.send_weights`."""

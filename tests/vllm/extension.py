@@ -29,7 +29,8 @@ class FaultyExtension(extension.FaultyExtension):
             # A vocabulary of 2047 is padded, so the embedding is never complete on its own: finalize processes it.
             "finish": (_embedding(model).quant_method, "process_weights_after_loading", _raising("made to fail in finish")),
         }
-        self._rws_test_directory = tempfile.mkdtemp(prefix="rws-tests-")
+        if steps:
+            self._rws_test_directory = tempfile.mkdtemp(prefix="rws-tests-")
         for step in steps:
             if step in patches:
                 self._rws_test_patched.append(patches[step])

@@ -40,7 +40,8 @@ def engines(checkpoints: Any, fresh_b: Tokens) -> Iterator[list[Any]]:
 @pytest.fixture
 def sync(engines: list[Any]) -> Iterator[rws.WeightSync]:
     """Both engines: r0 has two workers, r1 has one."""
-    with rws.WeightSync.attach([rws.EngineRef(engines[0], attr="llm"), engines[1]]) as sync:
+    refs = [rws.EngineRef(engines[0], attr="llm"), engines[1]]
+    with rws.WeightSync.attach(refs, on_failure=rws.FailurePolicy(auto_heal=False)) as sync:
         yield sync
 
 

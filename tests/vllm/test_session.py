@@ -86,6 +86,8 @@ def attach(fleet: Fleet) -> Iterator[Attach]:
     sessions: list[rws.WeightSync] = []
 
     def attach(**options: Any) -> rws.WeightSync:
+        # What a test finds fenced, or lets go itself, must not be healed or fenced again while it looks.
+        options.setdefault("timeouts", rws.Timeouts(health_interval_s=3600))
         sessions.append(rws.WeightSync.attach([rws.EngineRef(engine.handle, attr="llm") for engine in fleet.engines], **options))
         return sessions[-1]
 

@@ -1,13 +1,18 @@
-"""The snapshot store as a Ray actor: one per node, created by the coordinator, which is its owner; nothing is decided here.
+"""The snapshot store as a Ray actor: one per node, started by the coordinator, and detached: it outlives it, so that a successor finds it.
 
-When the coordinator dies, Ray kills the actor without a word, and the store's janitor unlinks its files.
+It ends itself when nobody is left who could want it. However it ends, the store's janitor unlinks its files.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
-from typing import Any
+import threading
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -16,8 +21,34 @@ from ray_weightsync.transports.host.layout import SlotAddress, SlotError
 from ray_weightsync.transports.host.slots import StoreStats
 from ray_weightsync.transports.host.store import SnapshotStore
 
+logger = logging.getLogger(__name__)
+
 _CONCURRENCY = 4
 """Calls that may be under way at once, so that `probe` and `stats` need not wait for a slot's first touch."""
+
+
+WATCH_EVERY_S = 1.0
+"""How often a store looks for those it is kept for, in seconds."""
+
+ADOPTION_S = 60.0
+"""How long a store waits for a successor of its coordinator while the session's owner lives, in seconds."""
+
+
+class Mortal(Protocol):
+    """A process that may die. Asking may block."""
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it will never act again."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keepers:
+    """Whom a store is kept for: the coordinator, and the owner of the session, as long as that lives and may get another coordinator."""
+
+    coordinator: Mortal
+    owner: Mortal
 
 
 class SnapshotStoreActor:
@@ -25,12 +56,50 @@ class SnapshotStoreActor:
 
     def __init__(self) -> None:
         self._store: SnapshotStore | None = None
+        self._keepers: Keepers | None = None
+        self._keeping = threading.Lock()
+        self._ending = False
 
-    def start(self, session: str, directory: str, num_slots: int) -> int:
+    def start(self, session: str, directory: str, num_slots: int, keepers: Keepers | None) -> int:
         """Open the store, and return this process's pid. Not in the constructor, whose errors Ray turns into text."""
         if self._store is None:
             self._store = SnapshotStore(session, directory, num_slots)
+            if keepers is not None:
+                self._keepers = keepers
+                threading.Thread(target=self._watch, name="rws-store-keepers", daemon=True).start()
         return os.getpid()
+
+    def adopt(self, keepers: Keepers, snapshots: Collection[str]) -> tuple[str, str, dict[str, str]]:
+        """Belong to a successor, and keep only these snapshots. Returns the node, the session, and the digests of the sealed ones."""
+        with self._keeping:
+            if self._ending:
+                raise SlotError("this snapshot store is about to end")
+            self._keepers = keepers
+        return ray.get_runtime_context().get_node_id(), self._started().session, self._started().keep_only(snapshots)
+
+    def _watch(self) -> None:
+        gone_since: float | None = None
+        while True:
+            time.sleep(WATCH_EVERY_S)
+            keepers = self._keepers
+            assert keepers is not None
+            try:
+                if not keepers.coordinator.is_gone:
+                    gone_since = None
+                    continue
+                gone_since = gone_since or time.monotonic()
+                if not keepers.owner.is_gone and time.monotonic() - gone_since < ADOPTION_S:
+                    continue
+            except Exception as error:  # whoever cannot be asked about is not known to be dead
+                logger.warning("whether a session's coordinator lives could not be found out: %s: %s", type(error).__name__, error)
+                continue
+            with self._keeping:
+                self._ending = keepers is self._keepers  # else somebody has adopted it meanwhile
+            if self._ending:
+                break
+        logger.info("the session of this snapshot store is over; it ends")
+        self.close()
+        ray.kill(ray.get_runtime_context().current_actor)
 
     def open_slot(self, snapshot: str, plan_digest: str, num_bytes: int, overlap: bool) -> SlotAddress:
         return self._started().open_slot(snapshot, plan_digest, num_bytes, overlap)
@@ -66,8 +135,18 @@ class SnapshotStoreActor:
         return self._store
 
 
-async def start_store(node_id: str, *, session: str, directory: str, num_slots: int, limit_s: float) -> Any:
-    """Start a store on a node and wait until it is ready. The caller owns the actor and closes it.
+async def start_store(
+    node_id: str,
+    *,
+    session: str,
+    directory: str,
+    num_slots: int,
+    limit_s: float,
+    name: str | None = None,
+    namespace: str | None = None,
+    keepers: Keepers | None = None,
+) -> Any:
+    """Start a store on a node and wait until it is ready. The caller closes it.
 
     Args:
         node_id: Ray's hex id of the node whose shared memory is meant.
@@ -75,6 +154,9 @@ async def start_store(node_id: str, *, session: str, directory: str, num_slots: 
         directory: A memory-backed directory on that node.
         num_slots: Slots kept for reuse.
         limit_s: Seconds it may take.
+        name: Name of the actor, which then outlives the caller.
+        namespace: Ray namespace of that name.
+        keepers: Whom it is kept for; it ends itself when they are gone.
 
     Returns:
         The actor's handle, with the methods of `SnapshotStoreActor`.
@@ -86,6 +168,7 @@ async def start_store(node_id: str, *, session: str, directory: str, num_slots: 
     """
     # A store that restarted would be an empty one behind a handle that promises snapshots; 0 CPUs, since it must never wait for a slot
     # that engines hold.
+    detached = {} if name is None else {"name": name, "namespace": namespace, "lifetime": "detached"}
     handle: Any = (
         ray.remote(SnapshotStoreActor)
         .options(
@@ -94,11 +177,12 @@ async def start_store(node_id: str, *, session: str, directory: str, num_slots: 
             max_restarts=0,
             max_task_retries=0,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+            **detached,
         )
         .remote()
     )
     try:
-        await asyncio.wait_for(handle.start.remote(session, directory, num_slots), limit_s)
+        await asyncio.wait_for(handle.start.remote(session, directory, num_slots, keepers), limit_s)
     except BaseException as error:
         ray.kill(handle)
         if isinstance(error, TimeoutError):

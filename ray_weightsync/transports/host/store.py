@@ -16,7 +16,7 @@ import os
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from types import TracebackType
 
 from ray_weightsync.transports.host import janitor
@@ -159,6 +159,24 @@ class SnapshotStore:
             held.header.state = FileState.ABORTED
             self._drop(surplus(self._known(), self._num_slots))
             return True
+
+    def keep_only(self, snapshots: Collection[str]) -> dict[str, str]:
+        """Give up every snapshot but these, and of these the ones that are not sealed: whoever wrote them writes for nobody any more.
+
+        Returns:
+            The digests of those that are kept, by snapshot.
+        """
+        with self._held():
+            kept = {}
+            for held in self._slots.values():
+                slot = held.slot
+                if slot.snapshot in snapshots and slot.state is not SlotState.WRITING:
+                    kept[slot.snapshot] = held.header.read().digest
+                elif slot.state in (SlotState.WRITING, SlotState.SEALED, SlotState.FORMER):
+                    held.slot = slot.moved(SlotState.FREE, next(self._turns))
+                    held.header.state = FileState.ABORTED
+            self._drop(surplus(self._known(), self._num_slots))
+            return kept
 
     def address(self, snapshot: str) -> SlotAddress:
         """Where ``snapshot`` lies.

@@ -13,6 +13,7 @@ from ray_weightsync.errors import AttachError, ConfigError, EngineCallError, Uns
 from ray_weightsync.protocol.client import VLLMWeightSyncClient
 from ray_weightsync.protocol.messages import PerReplica
 from ray_weightsync.protocol.ray_client import RayVLLMWeightSyncClient
+from tests.ray.killing import kill
 
 
 def records(*actors: Any) -> list[dict[str, Any]]:
@@ -90,7 +91,7 @@ def test_an_engine_killed_between_start_and_update_surfaces_in_seconds_and_the_o
     actors = [EngineActor.remote() for _ in range(3)]
     client = RayVLLMWeightSyncClient(actors, timeout=300)
     client.start_weight_update()
-    ray.kill(actors[1])
+    kill(actors[1])
     began = time.monotonic()
     with pytest.raises(EngineCallError) as raised:
         client.update_weights({})

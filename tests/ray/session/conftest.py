@@ -69,6 +69,8 @@ def start_fleet(engine_pool: list[Any]) -> Iterator[Callable[..., Fleet]]:
         else:
             engines = [(engine_class or rws.TorchEngine).remote(make_module) for _ in range(num_engines)]
             started.extend(engines)
+        # What a test finds fenced must not be healed while it looks; tests of repair say otherwise.
+        options.setdefault("on_failure", rws.FailurePolicy(auto_heal=False))
         sessions.append(rws.WeightSync.attach(engines, name=f"test-{uuid.uuid4().hex[:8]}", **options))
         return Fleet(engines, sessions[-1])
 

@@ -12,6 +12,7 @@ import ray_weightsync as rws
 from ray_weightsync.engines.facts import CONTROL_GROUP
 from ray_weightsync.engines.torch_engine import TorchEngineActor
 from ray_weightsync.testing import Faults
+from tests.ray.killing import kill
 from tests.ray.session.conftest import LIMIT_S, Fleet, make_module
 
 StartFleet = Callable[..., Fleet]
@@ -85,7 +86,7 @@ def test_an_engine_that_raises_by_itself_is_quoted_and_the_others_commit(start_f
 
 
 def test_a_fleet_that_may_lose_replicas_goes_on_without_an_exception(start_fleet: StartFleet) -> None:
-    fleet = start_fleet(3, on_failure=rws.FailurePolicy(min_serving=2))
+    fleet = start_fleet(3, on_failure=rws.FailurePolicy(min_serving=2, auto_heal=False))
     with Faults(fleet.sync) as faults:
         faults.inject("r0", "update", "raise", times=2)
         report = fleet.sync.send_weights(make_module(), version=1)
@@ -130,7 +131,7 @@ def test_an_engine_that_dies_in_an_update_is_named_and_the_others_commit(start_f
 def test_an_engine_that_dies_between_rounds_aborts_the_next_one_and_is_left_out_of_the_one_after(start_fleet: StartFleet) -> None:
     fleet = start_fleet(2, fresh=True)
     fleet.sync.send_weights(make_module(), version=1)
-    ray.kill(fleet.engines[1])
+    kill(fleet.engines[1])
     with pytest.raises(rws.RoundAborted) as caught:
         fleet.sync.send_weights(make_module(), version=2)
     assert caught.value.replicas == ("r1",)

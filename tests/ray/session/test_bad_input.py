@@ -116,7 +116,6 @@ class TestAttach:
             {"timeouts": 60},
             {"on_failure": "ignore"},
             {"trainers": [object()]},
-            {"on_failure": rws.FailurePolicy(after_start="all_or_none")},
         ],
         ids=lambda options: next(iter(options)),
     )

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import os
 import re
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +18,7 @@ import ray
 import ray_weightsync as rws
 from ray_weightsync.testing import FaultNotReached, Faults
 from tests.ray.session.conftest import LIMIT_S, Fleet, make_module
+from tests.ray.testing.conftest import files_of_the_kit
 
 StartFleet = Callable[..., Fleet]
 
@@ -30,10 +29,6 @@ def sending(fleet: Fleet, version: int | str) -> concurrent.futures.Future[rws.S
     future = with_one.submit(fleet.sync.send_weights, make_module(), version=version)
     with_one.shutdown(wait=False)
     return future
-
-
-def files_of_the_kit() -> set[str]:
-    return {each for each in os.listdir(tempfile.gettempdir()) if each.startswith("rws-faults-")}
 
 
 def heals(fleet: Fleet, version: int | str) -> None:

@@ -18,6 +18,7 @@ from ray_weightsync.testing import Faults
 from ray_weightsync.testing.sides import EngineSide
 from ray_weightsync.testing.spec import FaultSpec
 from tests.ray.session.conftest import Fleet
+from tests.ray.testing.conftest import files_of_the_kit
 
 LIMIT_S = 30.0
 RAISE = FaultSpec(replica="r0", phase="load", kind="raise", rank=1)
@@ -94,6 +95,10 @@ def test_a_worker_that_refuses_an_order_is_an_error_with_its_words(start: Callab
     side = side_of(start(True, True))
     with pytest.raises(WeightSyncError, match=r"(?s)r0: the order 'arm' of the fault kit was not carried out.*no such thing"):
         side.arm("fault", RAISE)
+    before = files_of_the_kit()
+    with pytest.raises(WeightSyncError, match="the order 'heal' of the fault kit was not carried out"):
+        side.disarm()
+    assert len(before - files_of_the_kit()) == 1, "its files are gone all the same"
 
 
 def test_an_engine_behind_a_url_has_no_rank_faults() -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from ray import cloudpickle
 
-from ray_weightsync.engines.ref import EngineRef, as_ref, as_refs, kind_of, shown
+from ray_weightsync.engines.ref import EngineRef, as_ref, as_refs, kind_of, literal_keys, shown, with_keys
 from ray_weightsync.errors import ConfigError
+from ray_weightsync.protocol.urls import Secret
 
 
 class Client:
@@ -79,10 +84,37 @@ class TestEngineRef:
             EngineRef(url)
         assert "pass" not in str(raised.value)
 
-    def test_a_token_itself_is_refused_and_not_repeated(self) -> None:
-        with pytest.raises(ConfigError, match="must be None or 'env:NAME'; a token itself is not accepted") as raised:
-            EngineRef("http://h", api_key="s3cret")
-        assert "s3cret" not in str(raised.value)
+    def test_a_token_itself_is_accepted_and_shown_nowhere(self) -> None:
+        ref = EngineRef("http://h", api_key="s3cret")
+        for each in (ref, as_refs([ref])[0]):
+            assert "s3cret" not in f"{each} {each!r} {each.api_key} {each.api_key!r} {shown(each)} {dataclasses.asdict(each)}"
+
+    @pytest.mark.parametrize("key", ["two words", "s3cr\u00e9t", "s3cret\n"])
+    def test_a_wrong_token_is_refused_and_not_repeated(self, key: str) -> None:
+        with pytest.raises(ConfigError, match=r"EngineRef\.api_key must be") as raised:
+            EngineRef("http://h", api_key=key)
+        assert key not in str(raised.value)
+
+    @pytest.mark.parametrize("pickled", [pickle.dumps, cloudpickle.dumps])
+    def test_a_token_itself_stays_behind_when_the_reference_travels(self, pickled: Callable[[Any], bytes]) -> None:
+        ref = EngineRef("http://h", id="gen", api_key="s3cret")
+        sent = pickled([ref])
+        assert b"s3cret" not in sent
+        (arrived,) = pickle.loads(sent)
+        assert isinstance(arrived.api_key, Secret)
+        with pytest.raises(ConfigError, match="did not travel with the reference") as raised:
+            _ = arrived.api_key.value
+        assert "env:NAME" in str(raised.value)
+        assert with_keys([arrived], literal_keys([ref])) == (ref,)
+
+    def test_only_tokens_given_themselves_travel_apart(self) -> None:
+        refs = as_refs([EngineRef("http://a", api_key="s3cret"), EngineRef("http://b", api_key="env:K"), "http://c", "gen"])
+        assert literal_keys(refs) == {"r0": "s3cret"}
+        assert with_keys(refs, {}) == refs
+
+    def test_a_copy_keeps_its_token(self) -> None:
+        ref = EngineRef("http://h", api_key="s3cret")
+        assert copy.copy(ref) == copy.deepcopy(ref) == dataclasses.replace(ref) == ref != EngineRef("http://h", api_key="other")
 
     def test_the_name_of_a_variable_travels_and_its_value_does_not(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("RWS_TEST_KEY", "s3cret")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import pickle
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -210,6 +211,25 @@ def test_an_api_key_is_read_from_the_environment_of_the_process_that_attaches(mo
     with serving(server) as url:
         attached(url, api_key="env:RWS_TEST_KEY")
     assert set(server.tokens) == {"Bearer s3cret"}
+
+
+def test_a_token_given_itself_is_sent_with_every_request_and_shown_nowhere() -> None:
+    server = Server()
+    with serving(server) as url:
+        engine = attached(url, api_key="s3cret")
+        asyncio.run(inspect(engine, "n", limit_s=LIMIT_S))
+    assert set(server.tokens) == {"Bearer s3cret"}
+    assert "s3cret" not in f"{engine} {engine!r} {engine.channel!r}"
+
+
+def test_a_reference_that_travelled_without_its_token_is_not_used() -> None:
+    server = Server()
+    with serving(server) as url:
+        arrived = pickle.loads(pickle.dumps(EngineRef(url, id="gen", api_key="s3cret")))
+        with pytest.raises(AttachError, match=r"gen \(.*\) cannot be attached: its api_key was given as the token itself") as raised:
+            asyncio.run(resolve(arrived, limit_s=LIMIT_S))
+    assert "env:NAME" in str(raised.value)
+    assert server.asked == []
 
 
 def test_a_variable_that_is_not_set_is_an_error_that_names_engine_and_variable(monkeypatch: pytest.MonkeyPatch) -> None:

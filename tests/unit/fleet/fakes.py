@@ -10,7 +10,11 @@ from ray_weightsync.config import FailurePolicy, Host, Timeouts
 from ray_weightsync.engines.facts import INSPECT, EngineFacts
 from ray_weightsync.engines.ref import EngineRef
 from ray_weightsync.engines.resolve import Engine
+from ray_weightsync.fleet.chronicle import Chronicle
+from ray_weightsync.fleet.claims import Claims, Holder
+from ray_weightsync.fleet.cluster import Process
 from ray_weightsync.fleet.coordinator import Coordinator
+from ray_weightsync.fleet.journal import Origin
 from ray_weightsync.fleet.replica import Replica
 from ray_weightsync.fleet.values import Sealed, Settings, Ticket
 from ray_weightsync.protocol.chain import StepByStep
@@ -23,9 +27,11 @@ from ray_weightsync.protocol.channel import (
     RESET_PREFIX_CACHE,
     RESUME,
     SET_VERSION,
+    SLEEP,
     START,
     UNFINISHED,
     UPDATE,
+    WAKE_UP,
 )
 from ray_weightsync.protocol.reading import EngineRestarted
 from ray_weightsync.weights.plan import ParamMeta, Plan
@@ -39,6 +45,8 @@ NAMES = {
     RESET_PREFIX_CACHE: "cache",
     INSPECT: "inspect",
     UNFINISHED: "count",
+    SLEEP: "sleep",
+    WAKE_UP: "wake_up",
     IS_PAUSED: "found",
     GET_VERSION: "found",
 }
@@ -78,6 +86,9 @@ class FakeEngine(StepByStep):
         self.cache_answer: Any = True
         self.loses_bytes = False
         self.out_of_step = False
+        self.asleep: set[str] = set()
+        self.unfinished = 0
+        self.sleeps = True
         self._received: dict[str, Any] | None = None
 
     pausable = True
@@ -112,6 +123,12 @@ class FakeEngine(StepByStep):
             await self.release.wait()
         return answer
 
+    def restart(self) -> None:
+        """A new process answers behind the same handle, with the weights it was started with."""
+        self.incarnation += "'"
+        self.version, self.weights, self.paused, self.plans, self.update_open = "default", "initial", False, [], False
+        self.asleep = set()
+
     async def require_incarnation(self, incarnation: str) -> None:
         if self.dead or incarnation != self.incarnation:
             raise EngineRestarted("another process answers")
@@ -143,6 +160,13 @@ class FakeEngine(StepByStep):
             self.epoch, self._received = args[0]["epoch"], args[0]
         elif verb == FINISH:
             self.update_open = False
+        elif verb == SLEEP:
+            self.paused, self.asleep = True, {"weights", "kv_cache"}
+            if args[0] > 1 and self.sleeps:
+                self.weights = "gone"
+        elif verb == WAKE_UP:
+            self.asleep -= set(args[0] or ("weights", "kv_cache"))
+            self.paused = bool(self.asleep)
         elif verb == UNFINISHED:
             return 0
         elif verb == IS_PAUSED:
@@ -174,11 +198,13 @@ class FakeEngine(StepByStep):
             "package_version": VERSION_OF_THE_PACKAGE,
             "plans": list(self.plans),
             "update_open": self.update_open,
+            "round": self._received["round"] if self._received else None,
             "epoch": self.epoch,
-            "resident": ["weights", "kv_cache"],
+            "resident": [each for each in ("weights", "kv_cache") if each not in self.asleep or not self.sleeps],
+            "incarnation": self.incarnation,
         }
         sizes = {"num_workers": 1, "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1}
-        state = {"version": self.version, "paused": self.paused, "instance_id": self.incarnation, "unfinished_requests": 0}
+        state = {"version": self.version, "paused": self.paused, "instance_id": self.incarnation, "unfinished_requests": self.unfinished}
         return {"kind": "async", "backend": "rws", "workers": [worker], **sizes, **state}
 
 
@@ -187,6 +213,7 @@ class FakeStores:
 
     def __init__(self) -> None:
         self.open: dict[str, str] = {}
+        self.digests: dict[str, str] = {}
         self.committed: str | None = None
         self.closed = False
         self.refuse_seal = False
@@ -207,6 +234,7 @@ class FakeStores:
         if self.refuse_seal or snapshot not in self.open:
             raise ValueError("the watermark has not reached the end")
         self.open[snapshot] = "sealed"
+        self.digests[snapshot] = digest
 
     async def mark_committed(self, node_id: str, *, snapshot: str, limit_s: float) -> int:
         self.committed = snapshot
@@ -218,8 +246,68 @@ class FakeStores:
     async def probe(self, node_id: str, *, limit_s: float) -> dict[str, Any]:
         return {"nonce": "n"}
 
+    async def recover(self, slots: Any, *, limit_s: float) -> dict[str, str]:
+        self.open = {slot: state for slot, state in self.open.items() if slot in slots and state != "writing"}
+        return {slot: self.digests[slot] for slot in self.open}
+
     async def close(self, *, limit_s: float) -> None:
         self.closed = True
+
+
+class FakeKeys:
+    """Ray's control plane, in memory: claims."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+
+    def put_if_absent(self, key: str, value: bytes) -> bool:
+        return self.values.setdefault(key, value) is value
+
+    def get(self, key: str) -> bytes | None:
+        return self.values.get(key)
+
+    def delete(self, key: str) -> None:
+        self.values.pop(key, None)
+
+    def keys(self, prefix: str) -> list[str]:
+        return [key for key in list(self.values) if key.startswith(prefix)]
+
+
+class FakeJournal:
+    """A journal in memory. What is written is pickled, as the real one does."""
+
+    def __init__(self) -> None:
+        self.record: Any = None
+        self.plans: dict[str, dict[str, Any]] = {}
+
+    def read(self) -> Any:
+        return self.record
+
+    def write(self, record: Any) -> None:
+        self.record = record
+
+    def read_plan(self, digest: str) -> dict[str, Any] | None:
+        return self.plans.get(digest)
+
+    def write_plan(self, digest: str, plan: dict[str, Any]) -> None:
+        self.plans[digest] = plan
+
+    def forget_plan(self, digest: str) -> None:
+        self.plans.pop(digest, None)
+
+    def erase(self) -> None:
+        self.record, self.plans = None, {}
+
+
+class Alive(Process):
+    """A process that does not die."""
+
+    @property
+    def is_gone(self) -> bool:
+        return False
+
+
+ALIVE = Alive(job_id="1")
 
 
 def plan_of(*names: str) -> Plan:
@@ -229,10 +317,12 @@ def plan_of(*names: str) -> Plan:
 
 
 class FakeFleet:
-    """A coordinator over fake engines, and a sender that writes nothing."""
+    """A coordinator over fake engines, and a sender that writes nothing. With ``other`` a second one on the same engines."""
 
-    def __init__(self, num_engines: int = 3, **settings: Any) -> None:
-        self.engines = [FakeEngine(f"r{index}") for index in range(num_engines)]
+    def __init__(self, num_engines: int = 3, *, name: str = "fake", other: FakeFleet | None = None, **settings: Any) -> None:
+        self.name = name
+        self.other = other
+        self.engines = other.engines if other is not None else [FakeEngine(f"r{index}") for index in range(num_engines)]
         self.stores = FakeStores()
         self.sent = {"v0": "v0"}
         """By version, the snapshot last sent under it."""
@@ -246,17 +336,68 @@ class FakeFleet:
             "timeouts": QUICK,
             **settings,
         }
-        self.coordinator = Coordinator("fake", Settings(**chosen), self.stores)
+        self.keys, self.journal = other.keys if other is not None else FakeKeys(), FakeJournal()
+        self.settings = Settings(**chosen)
+        self.coordinator = self.coordinator_of()
+
+    def coordinator_of(self) -> Coordinator:
+        claims = Claims(Holder(session=self.name, coordinator=ALIVE, owner=ALIVE), keys=self.keys, is_gone=lambda process: False)
+        chronicle = Chronicle(self.journal, Origin(session_id="s", owner=ALIVE))
+        return Coordinator(
+            self.name,
+            self.settings,
+            self.stores,
+            claims,
+            chronicle,
+            predecessor=self.journal.read(),
+            reach=self.reach,
+            is_gone=self.is_gone,
+        )
+
+    async def reach(self, engine: EngineRef, *, limit_s: float, first: Any = None) -> Engine:
+        """How a successor reaches an engine again."""
+        from ray_weightsync.engines.inspect import ask
+
+        (channel,) = [each for each in self.engines if each.label == engine.id]
+        if first is not None:
+            await first(channel)
+        facts = await ask(channel, "successor", limit_s=limit_s)
+        return Engine(id=str(engine.id), label=str(engine.id), channel=channel, facts=facts, ref=engine)
+
+    async def kill_coordinator(self) -> None:
+        """End whatever the coordinator is doing. What its tasks do in their last moment reaches nobody: a process that is killed does nothing."""
+        dead = self.coordinator
+        dead.chronicle.journal, dead._parts.staging._stores = FakeJournal(), FakeStores()
+        tasks = asyncio.all_tasks() - self._others
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks) if tasks else None
+        for engine in self.engines:
+            engine.gates.clear()
+
+    async def succeed(self) -> Coordinator:
+        """The coordinator dies, with whatever it was doing; another one takes its place."""
+        await self.kill_coordinator()
+        self.coordinator = self.coordinator_of()
+        await self.coordinator.recover()
+        await self.coordinator._parts.staging.settled()
+        return self.coordinator
+
+    async def is_gone(self, facts: EngineFacts) -> bool:
+        """Whether the engine that told these facts is dead for good."""
+        return any(engine.dead and engine.incarnation == facts.incarnation for engine in self.engines)
 
     async def attach(self, *, take_over: bool = False) -> FakeFleet:
         from ray_weightsync.engines.inspect import ask
 
+        self._others = asyncio.all_tasks()
+        await self.coordinator.recover()
         replicas = []
         for engine in self.engines:
             facts: EngineFacts = await ask(engine, "attach", limit_s=1)
             ref = EngineRef(engine.label, id=engine.label)
             replicas.append(Replica(Engine(id=engine.label, label=engine.label, channel=engine, facts=facts, ref=ref)))
-        await self.coordinator.adopt(replicas, take_over=take_over)
+        await self.coordinator.adopt(replicas, hand_over=self.ask_to_hand_over if take_over else None)
         self.forget_calls()
         return self
 
@@ -264,10 +405,16 @@ class FakeFleet:
         for engine in self.engines:
             engine.calls.clear()
 
-    async def open(self, version: int | str, plan: Plan | None = None) -> Ticket:
+    async def ask_to_hand_over(self, session: str, identities: tuple[str, ...], limit_s: float) -> None:
+        """Asks the other fleet on the same engines."""
+        assert self.other is not None
+        assert session == self.other.name
+        await self.other.coordinator.hand_over(identities, to=self.name, limit_s=limit_s)
+
+    async def open(self, version: int | str, plan: Plan | None = None, *, sender: Process = ALIVE) -> Ticket:
         plan = plan if plan is not None else plan_of()
         return await self.coordinator.rounds.open(
-            uuid.uuid4().hex, version, plan_digest=plan.digest, plan=plan.to_wire(), node_id="node", busy="wait"
+            uuid.uuid4().hex, version, plan_digest=plan.digest, plan=plan.to_wire(), node_id="node", busy="wait", sender=sender
         )
 
     async def send(self, version: int | str, *, digest: str | None = None, plan: Plan | None = None) -> Any:

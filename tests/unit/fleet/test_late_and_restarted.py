@@ -12,7 +12,7 @@ import pytest
 from ray_weightsync.config import Host, Timeouts
 from ray_weightsync.errors import ConfigError, FleetTorn, ReplicasLost, RoundAborted
 from ray_weightsync.fleet.steps import StepFailed
-from tests.unit.fleet.fakes import FakeEngine, FakeFleet, plan_of, sealed
+from tests.unit.fleet.fakes import ALIVE, FakeEngine, FakeFleet, plan_of, sealed
 
 
 def run(story: Callable[[], Awaitable[None]]) -> None:
@@ -212,7 +212,9 @@ def test_a_sender_that_gave_up_while_it_waited_for_its_turn_does_not_get_it_late
         first = await fleet.open(1)
         plan = plan_of()
         waiting = asyncio.create_task(
-            fleet.coordinator.rounds.open("f" * 32, 2, plan_digest=plan.digest, plan=plan.to_wire(), node_id="node", busy="wait")
+            fleet.coordinator.rounds.open(
+                "f" * 32, 2, plan_digest=plan.digest, plan=plan.to_wire(), node_id="node", busy="wait", sender=ALIVE
+            )
         )
         await asyncio.sleep(0)
         await fleet.coordinator.rounds.abandon("f" * 32, "interrupted")

@@ -30,6 +30,8 @@ RIGHT_ANSWERS: dict[str, Any] = {
     "GET /server_info": {"vllm_config": {"instance_id": "abc"}, "vllm_env": {}, "system_env": {}},
     "POST /reset_mm_cache": None,
     "POST /reset_encoder_cache": None,
+    "POST /sleep": {"status": "sleeping", "level": 2},
+    "POST /wake_up": {"status": "awake", "tags": None},
 }
 """What vLLM 0.32 answers. None is an empty body."""
 

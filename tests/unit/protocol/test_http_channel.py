@@ -74,6 +74,9 @@ class TestVerbs:
             (http_routes.WEIGHT_INFO, (), {}, "GET /weight_info", {}, None, {"weight_version": "default"}),
             (verbs.RESET_MM_CACHE, (), {}, "POST /reset_mm_cache", {}, None, None),
             (verbs.RESET_ENCODER_CACHE, (), {}, "POST /reset_encoder_cache", {}, None, None),
+            (verbs.SLEEP, (2,), {}, "POST /sleep", {"level": "2"}, None, "sleeping"),
+            (verbs.WAKE_UP, (None,), {}, "POST /wake_up", {}, None, "awake"),
+            (verbs.WAKE_UP, (["weights"],), {}, "POST /wake_up", {"tags": "weights"}, None, "awake"),
         ],
     )
     def test_each_verb_is_sent_the_way_vllm_has_it(
@@ -99,6 +102,11 @@ class TestVerbs:
     def test_a_label_that_a_server_does_not_have_is_none_and_not_default(self, server: Any, answer: Any) -> None:
         server.script["GET /weight_info"] = answer({"weight_version": None})
         assert call(server, verbs.GET_VERSION) is None
+
+    def test_before_0_32_sleeping_and_waking_have_an_empty_answer(self, server: Any, answer: Any) -> None:
+        server.script |= {"POST /sleep": answer(None), "POST /wake_up": answer(None)}
+        assert call(server, verbs.SLEEP, 1) is None
+        assert call(server, verbs.WAKE_UP, ["weights", "kv_cache"]) is None
 
     def test_a_path_prefix_is_kept(self, server: Any) -> None:
         asyncio.run(HTTPChannel(server.url + "//prefix/").call(verbs.START))

@@ -45,7 +45,7 @@ class Worker:
         self.faults = WorkerFaults(self.updates, flush=self._flush)
         self.seams = (self.updates, self.updates._model, receiver)
         self._untouched = [set(vars(each)) for each in self.seams]
-        self._directory = directory
+        self.directory = directory
         self._epoch = 0
         plan = Plan.from_metadata([ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.sent.items()])
         snapshot = uuid.uuid4().hex
@@ -69,15 +69,15 @@ class Worker:
     def inject(self, phase: str, kind: str, **options: Any) -> str:
         fault_id = uuid.uuid4().hex
         spec = {"replica": "r0", "phase": phase, "kind": kind, "rank": 0, **options}
-        told = self.faults.obey({"op": "arm", "id": fault_id, "directory": self._directory, "spec": spec})
+        told = self.faults.obey({"op": "arm", "id": fault_id, "directory": self.directory, "spec": spec})
         assert told["armed"] == (spec["rank"] == 0)
         return fault_id
 
     def release(self, fault_id: str) -> None:
-        in_engine.release(None, self._directory, fault_id)
+        in_engine.release(None, self.directory, fault_id)
 
     def struck(self, fault_id: str, wait_s: float = 0) -> int:
-        return in_engine.struck(None, self._directory, fault_id, wait_s)
+        return in_engine.struck(None, self.directory, fault_id, wait_s)
 
     def round(self) -> str:
         """A whole session; the words in which the worker refuses to attest it."""
@@ -101,11 +101,12 @@ class Worker:
 
 @pytest.fixture
 def worker(tmp_path: Path) -> Iterator[Worker]:
+    (tmp_path / "faults").mkdir()
     with (
         tempfile.TemporaryDirectory(prefix="rws-tests-", dir="/dev/shm") as memory,
         SnapshotStore(uuid.uuid4().hex[:12], memory, 2) as store,
     ):
-        yield Worker(store, str(tmp_path))
+        yield Worker(store, str(tmp_path / "faults"))
 
 
 @pytest.mark.parametrize("phase", ["start", "load", "finish", "outcome"])
@@ -170,6 +171,15 @@ def test_a_worker_that_hangs_waits_for_its_release(worker: Worker) -> None:
             worker.release(fault)
             assert complaint in said.result(LIMIT_S)
             assert bool(said.result()) != carried_out
+
+
+def test_a_worker_that_hangs_goes_on_when_the_kit_has_been_taken_out(worker: Worker) -> None:
+    fault = worker.inject("load", "hang", carried_out=True)
+    with ThreadPoolExecutor(1) as thread:
+        said = thread.submit(worker.round)
+        assert worker.struck(fault, LIMIT_S) == 1
+        in_engine.remove_directory(None, worker.directory)
+        assert said.result(LIMIT_S) == ""
 
 
 def test_a_hang_that_nobody_releases_ends_by_itself(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -269,7 +269,6 @@ def test_a_replica_that_is_looked_at_anew_keeps_its_faults() -> None:
     async def story() -> None:
         fleet = await FakeFleet().attach()
         Kit(fleet).inject("r1", "update", "raise")
-        (await fleet.coordinator.abandon((await fleet.open("v1")).snapshot, "not needed"))
         replica = fleet.coordinator._roster.replicas["r1"]
         replica.engine = replica.engine.with_facts(replica.engine.facts)
         with pytest.raises(ReplicasLost):

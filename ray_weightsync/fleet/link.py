@@ -1,0 +1,148 @@
+"""One process's way to the coordinator, which may die: a call then waits for the one that Ray restarts, or has a successor started.
+
+What may be asked twice is asked again. A round is not: its successor is asked how it ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError
+
+from ray_weightsync.config import Timeouts
+from ray_weightsync.errors import AttachError, WeightSyncError
+from ray_weightsync.fleet.actor import revive
+
+logger = logging.getLogger(__name__)
+
+AGAIN_S = 0.1
+"""How long a coordinator that is being restarted is given before it is asked again, in seconds."""
+
+
+class CoordinatorLost(Exception):
+    """The coordinator died with the call. Whether it was carried out is not known here."""
+
+
+class CoordinatorLink:
+    """Thread-safe; shared by all that one process asks.
+
+    Args:
+        name: The session's name.
+        handle: Its coordinator.
+        timeouts: The session's deadlines.
+    """
+
+    def __init__(self, name: str, handle: ActorHandle[Any], *, timeouts: Timeouts) -> None:
+        self.name = name
+        self._handle = handle
+        self._timeouts = timeouts
+        self._reviving = threading.Lock()
+
+    @property
+    def handle(self) -> ActorHandle[Any]:
+        """The coordinator that answered last, or its successor."""
+        return self._handle
+
+    @handle.setter
+    def handle(self, found: ActorHandle[Any]) -> None:
+        self._handle = found
+
+    def ask(self, method: str, *args: Any, limit_s: float) -> Any:
+        """Call the coordinator and return its answer, raising its own errors as they are. For what may be asked twice.
+
+        Where a successor has to be waited for, that may take ``Timeouts.connect_s`` more.
+
+        Raises:
+            WeightSyncError: what the coordinator raised; or that it is gone, or did not answer in time.
+        """
+        began, extended = time.monotonic(), False
+        while True:
+            ref = self.submit(method, *args)
+            try:
+                return self.wait(ref, method, limit_s=limit_s - (time.monotonic() - began), of_s=limit_s)
+            except CoordinatorLost as lost:
+                if not extended:
+                    extended, limit_s = True, limit_s + self._timeouts.connect_s
+                self._wait_for_another(method, lost, began, limit_s)
+
+    def reach(self) -> None:
+        """Wait until a coordinator answers, before it is asked for what must not be asked twice.
+
+        Raises:
+            WeightSyncError: as of `ask`.
+        """
+        self.ask("settings", limit_s=self._timeouts.connect_s)
+
+    def submit(self, method: str, *args: Any) -> Any:
+        """Call the coordinator; what is returned is for `wait` or `answer`."""
+        return getattr(self._handle, method).remote(*args)
+
+    def answer(self, ref: Any, method: str, *, round_id: str, limit_s: float) -> Any:
+        """Wait for what a round's call comes to; if the coordinator died meanwhile, for what its successor made of the round.
+
+        Raises:
+            WeightSyncError: how the round ended; or that no coordinator answers.
+        """
+        try:
+            return self.wait(ref, method, limit_s=limit_s)
+        except CoordinatorLost as lost:
+            logger.warning("the coordinator of %s died during %s; its successor is asked what became of it (%s)", self.name, method, lost)
+        # It settles every replica first, each call with the deadline that it has in a round.
+        return self.ask("settled", round_id, limit_s=2 * limit_s + self._timeouts.attach_s)
+
+    def wait(self, ref: Any, method: str, *, limit_s: float, of_s: float | None = None) -> Any:
+        """The answer to one call.
+
+        Raises:
+            CoordinatorLost: if the coordinator died.
+            WeightSyncError: what it raised, or that it did not answer within ``limit_s`` seconds.
+        """
+        try:
+            return ray.get(ref, timeout=max(0.0, limit_s))
+        except RayTaskError as error:
+            cause = error.cause
+            if isinstance(cause, WeightSyncError):
+                raise cause from None
+            raise
+        except GetTimeoutError as error:
+            raise self._silent(method, of_s if of_s is not None else limit_s) from error
+        except RayActorError as error:
+            raise CoordinatorLost(str(error).splitlines()[0]) from error
+
+    def _wait_for_another(self, method: str, lost: CoordinatorLost, began: float, limit_s: float) -> None:
+        waited_s = time.monotonic() - began
+        if waited_s + AGAIN_S >= limit_s:
+            raise self._silent(method, limit_s) from lost
+        time.sleep(AGAIN_S)
+        if not isinstance(lost.__cause__, ActorUnavailableError):  # Ray restarts that one itself
+            self._revive(method, lost)
+
+    def _revive(self, method: str, lost: CoordinatorLost) -> None:
+        with self._reviving:
+            try:
+                found = revive(self.name)
+            except AttachError as error:
+                raise WeightSyncError(
+                    "The coordinator is gone, and left no journal: the session was closed, or it died while it attached. What holds stands "
+                    "in the engines' own version labels ('!rws:' means torn or not committed).",
+                    phase=method,
+                    engine_message=str(lost),
+                    hint="WeightSync.attach the engines again: it reads the labels",
+                ) from error
+            if found != self._handle:
+                logger.warning("the coordinator of %s is gone; a successor takes its place", self.name)
+                self._handle = found
+
+    def _silent(self, method: str, limit_s: float) -> WeightSyncError:
+        return WeightSyncError(
+            "The coordinator did not answer; what holds now is not known here.",
+            phase=method,
+            elapsed_s=limit_s,
+            limit_s=limit_s,
+            hint="ask status()",
+        )

@@ -1,0 +1,375 @@
+"""A successor's first work: find out what the coordinator before it left in the engines, and settle it. Nothing else runs meanwhile.
+
+What is done with each replica is decided in `ray_weightsync.fleet.settlement`; this asks the engines and carries it out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ray_weightsync.engines.resolve import Engine
+from ray_weightsync.engines.unreached import Unreached
+from ray_weightsync.errors import CallFailure, FleetTorn
+from ray_weightsync.fleet.bring import Bring
+from ray_weightsync.fleet.fence import fence, fence_engine
+from ray_weightsync.fleet.journal import MemberRecord, Outcome, Record, ReplicaRecord, RoundRecord, SnapshotRecord
+from ray_weightsync.fleet.putback import put_back
+from ray_weightsync.fleet.replica import Replica
+from ray_weightsync.fleet.reporting import report_of
+from ray_weightsync.fleet.round import Member, RoundLog, RoundSpec
+from ray_weightsync.fleet.settlement import Ending, Standing, Trace, endings, standing, trace, why
+from ray_weightsync.fleet.staging import Snapshot
+from ray_weightsync.fleet.states import ReplicaEvent, ReplicaState
+from ray_weightsync.fleet.steps import Call, StepFailed, Timeline, chain
+from ray_weightsync.fleet.values import Sealed
+from ray_weightsync.fleet.verdicts import aborted, verdict
+from ray_weightsync.protocol.channel import FINISH, INIT, PAUSE
+from ray_weightsync.protocol.fanout import fan_out
+from ray_weightsync.protocol.reading import words
+from ray_weightsync.protocol.threads import in_daemon_thread
+from ray_weightsync.report import ReplicaReport
+from ray_weightsync.weights.plan import Plan
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Coroutine
+
+    from ray_weightsync.engines.facts import EngineFacts
+    from ray_weightsync.engines.ref import EngineRef
+    from ray_weightsync.fleet.parts import Parts
+    from ray_weightsync.protocol.channel import Channel
+
+logger = logging.getLogger(__name__)
+
+PHASE = "recovery"
+QUIET_POLL_S = 0.05
+
+
+class Reach(Protocol):
+    """Reaches an engine again; `ray_weightsync.engines.resolve.resolve` is the real one."""
+
+    def __call__(
+        self, engine: EngineRef, *, limit_s: float, first: Callable[[Channel], Awaitable[None]] | None = None
+    ) -> Coroutine[Any, Any, Engine]: ...
+
+
+class Recovery:
+    """Of one session's coordinator.
+
+    Args:
+        parts: The session's; filled with what the coordinator before knew.
+        record: What it left, if there was one.
+        reach: How engines are reached again.
+    """
+
+    def __init__(self, parts: Parts, record: Record | None, reach: Reach) -> None:
+        self._parts = parts
+        self._roster = parts.roster
+        self._timeouts = parts.timeouts
+        self._reach = reach
+        self._num_bytes = 0
+        self._busy: set[str] = set()
+        self._problems: dict[str, str] = {}
+        self._settled: set[str] = set()
+        self._record = record
+        if record is not None:
+            self._succeed(record)
+
+    @property
+    def limit_s(self) -> float:
+        """The longest that it may take, in seconds."""
+        return self._reaching_s + self._timeouts.connect_s + self._timeouts.round_s(self._num_bytes)
+
+    @property
+    def _reaching_s(self) -> float:
+        """A call of the coordinator before this one may be under way in the engine, and its worker answers nothing before its end."""
+        timeouts, num_bytes = self._timeouts, self._num_bytes
+        return timeouts.attach_s + max(timeouts.pause_s, timeouts.for_bytes("update", num_bytes), timeouts.for_bytes("finish", num_bytes))
+
+    async def run(self) -> None:
+        """Settle what the coordinator before left; nothing if there was none.
+
+        Raises:
+            Exception: if the journal cannot be written.
+        """
+        if (record := self._record) is None:
+            return
+        # Nobody can have it yet; as long as it is held, the journal stays as it is.
+        await self._parts.turn.take(PHASE, busy="raise", limit_s=self._timeouts.status_s)
+        await self._run(record)
+        self._parts.end_turn(PHASE)
+        await self._parts.chronicle.write()
+
+    async def _run(self, record: Record) -> None:
+        began = time.monotonic()
+        logger.warning("a coordinator of session %s died; its successor settles what it left", self._roster.name)
+        await self._parts.claims.follow(self._roster.replicas.values())  # what another session has by now is not to be touched
+        at_work = [each for each in (record.committed, record.round and record.round.snapshot) if each]
+        kept, plans = await asyncio.gather(self._stores_kept(at_work), self._plans(at_work))
+        self._num_bytes = max((plan.num_bytes for plan in plans.values()), default=0)
+        found = await self._found_again(record)
+        await self._parts.claims.follow([self._roster.replicas[name] for name in found])
+        snapshots = {each.id: self._snapshot(each, plans[each.plan], kept) for each in at_work if each.plan in plans}
+        committed = snapshots.get(record.committed.id) if record.committed else None
+        if record.round is not None and await self._settle(record.round, found, snapshots.get(record.round.snapshot.id)):
+            committed = snapshots.get(record.round.snapshot.id)
+        await self._stand(record, found)
+        if committed is not None and committed.slot in kept:
+            self._parts.staging.keep(committed)
+            await self._parts.staging.settled()
+        for snapshot in snapshots.values():
+            if snapshot.slot in kept and (committed is None or snapshot.slot != committed.slot):
+                await self._parts.staging.discard(snapshot)
+        logger.warning("session %s goes on after %.1f s: %s", self._roster.name, time.monotonic() - began, self._roster.status())
+
+    # --- what there is ------------------------------------------------------------------------------------------------------
+
+    def _succeed(self, record: Record) -> None:
+        replicas = [self._replica(each) for each in record.replicas]
+        self._roster.succeed(replicas, label=record.label, ordinal=record.ordinal, epoch=record.epoch, ordinals=record.ordinals)
+        self._parts.chronicle.succeed(record)
+        self._roster.changed("recovering")
+
+    def _replica(self, record: ReplicaRecord) -> Replica:
+        name = str(record.ref.id)
+
+        async def reached() -> Channel:
+            return (await self._reach(record.ref, limit_s=self._timeouts.preflight_s)).channel
+
+        engine = Engine(id=name, label=name, channel=Unreached(name, reached), facts=record.facts, ref=record.ref)
+        return Replica(engine, state=ReplicaState(record.state), **record.values)
+
+    async def _stores_kept(self, at_work: list[SnapshotRecord]) -> dict[str, str]:
+        """Digests of the sealed snapshots that are still there, by slot. Whatever else lies in the stores is given up."""
+        try:
+            return await self._parts.staging.recover({each.slot for each in at_work}, limit_s=self._timeouts.connect_s)
+        except Exception:  # the engines are settled all the same; without a snapshot nothing can be proved or healed from
+            logger.exception("the snapshot stores could not be found again")
+            return {}
+
+    async def _plans(self, at_work: list[SnapshotRecord]) -> dict[str, Plan]:
+        journal = self._parts.chronicle.journal
+        digests = {each.plan for each in at_work}
+        wires = await asyncio.wait_for(
+            in_daemon_thread(lambda: {digest: journal.read_plan(digest) for digest in digests}), self._timeouts.connect_s
+        )
+        return {digest: Plan.from_wire(wire) for digest, wire in wires.items() if wire is not None}
+
+    def _snapshot(self, record: SnapshotRecord, plan: Plan, kept: dict[str, str]) -> Snapshot:
+        sealed: asyncio.Future[Sealed] = asyncio.get_running_loop().create_future()
+        digest = kept.get(record.slot, record.sealed.digest if record.sealed else "")
+        sealed.set_result(record.sealed or Sealed(digest=digest, num_bytes=plan.weight_bytes, num_tensors=len(plan.tensors), stage_s=0.0))
+        return Snapshot(
+            id=record.id,
+            slot=record.slot,
+            version=record.version,
+            label=record.label,
+            plan=plan,
+            node_id=record.node_id,
+            store=record.store,
+            address=record.address,
+            log=RoundLog(record.id),
+            sealed=sealed,
+        )
+
+    # --- who is there -------------------------------------------------------------------------------------------------------
+
+    async def _found_again(self, record: Record) -> dict[str, EngineFacts]:
+        """What each engine tells, once nothing of the coordinator before is under way in it. Who cannot be asked is missing."""
+        asked = {each.id: partial(self._ask, each) for each in self._roster.replicas.values() if each.state is not ReplicaState.RETIRED}
+        outcomes = await fan_out(asked, what=PHASE, limit_s=self._reaching_s + 1, warn_every_s=self._timeouts.warn_every_s)
+        for name, failure in outcomes.failures.items():
+            error = outcomes.errors.get(name)
+            self._problems[name] = words(error) if error is not None else failure.message
+            logger.warning("%s: %s: %s", name, Trace.UNREACHED.value, self._problems[name])
+        return outcomes.answers
+
+    async def _ask(self, replica: Replica) -> EngineFacts:
+        async def first(channel: Channel) -> None:
+            await self._quieten(replica, channel)
+
+        engine = await self._reach(replica.engine.ref, limit_s=self._reaching_s, first=first)
+        replica.engine = dataclasses.replace(engine, id=replica.id)
+        return engine.facts
+
+    async def _quieten(self, replica: Replica, channel: Channel) -> None:
+        """Have the chains of the coordinator before begin no further step, and wait for the steps that they are at."""
+        began = time.monotonic()
+        limit_s = self._reaching_s - self._timeouts.attach_s
+        while await channel.halt_chains():
+            if time.monotonic() - began > limit_s:
+                self._busy.add(replica.id)
+                replica.left_unanswered(asyncio.ensure_future(_quiet(channel)))
+                raise TimeoutError(f"a call of the coordinator before is still under way in it after {limit_s:.1f} s")
+            await asyncio.sleep(QUIET_POLL_S)
+
+    # --- the round that was in progress -------------------------------------------------------------------------------------
+
+    async def _settle(self, round_: RoundRecord, found: dict[str, EngineFacts], snapshot: Snapshot | None) -> bool:
+        """Carry the round to an end on each of its members. Returns whether somebody serves its version now."""
+        members = {name: each for name, each in round_.members.items() if self._is_member(name)}
+        traces = {name: self._trace(name, each, round_, found) for name, each in members.items()}
+        spec = self._spec(round_, snapshot)
+        asking = [name for name, each in traces.items() if each in (Trace.OPEN, Trace.CLOSED)]
+        answers = await asyncio.gather(*(self._asked(self._roster.replicas[name], traces[name], spec, snapshot) for name in asking))
+        traces.update(zip(asking, answers, strict=True))
+        ends = endings(traces, members, all_or_none=round_.all_or_none)
+        logger.warning("round %s, version %s: %s", round_.id, spec.label, ", ".join(f"{name}: {end.value}" for name, end in ends.items()))
+        runs = [self._end(Bring(spec, [], _nothing), name, ends[name], traces[name], round_) for name in ends]
+        reports = dict(zip(ends, await asyncio.gather(*runs), strict=True))
+        serving = [name for name, end in ends.items() if end is Ending.COMMIT and self._roster.replicas[name].whole]
+        if serving and not self._roster.ordinals.get(spec.label):
+            self._roster.commit(spec.label)
+        self._parts.chronicle.ended(round_.id, self._outcome(round_, snapshot, list(reports.values()), serving))
+        self._settled = {name for name, end in ends.items() if end is not Ending.PUT_BACK}
+        return bool(serving)
+
+    def _is_member(self, name: str) -> bool:
+        replica = self._roster.replicas.get(name)
+        return replica is not None and replica.state is not ReplicaState.RETIRED
+
+    def _trace(self, name: str, member: MemberRecord, round_: RoundRecord, found: dict[str, EngineFacts]) -> Trace:
+        if name in self._busy:
+            return Trace.BUSY
+        return trace(found.get(name), member, round_.id, round_.snapshot.label)
+
+    def _spec(self, round_: RoundRecord, snapshot: Snapshot | None) -> RoundSpec:
+        settings = self._parts.settings
+        return RoundSpec(
+            round_id=round_.id,
+            epoch=self._roster.epoch,
+            label=round_.snapshot.label,
+            num_bytes=snapshot.plan.num_bytes if snapshot is not None else 0,
+            update={},
+            all_or_none=False,
+            overlap=False,
+            pause=settings.pause,
+            cache=settings.cache,
+            timeouts=self._timeouts,
+            policy=settings.on_failure,
+        )
+
+    async def _asked(self, replica: Replica, left: Trace, spec: RoundSpec, snapshot: Snapshot | None) -> Trace:
+        """Close an open update, and ask whether it was the round's, complete."""
+        facts = replica.engine.facts
+        calls = [Call("finish", self._timeouts.for_bytes("finish", spec.num_bytes), FINISH)] if left is Trace.OPEN else []
+        expected = await snapshot.expected() if snapshot is not None else {"digest": ""}
+        if expected["digest"]:
+            info = {
+                "op": "outcome",
+                "round": spec.round_id,
+                "epoch": max(worker.epoch for worker in facts.workers),
+                "expected": expected,
+                "limit_s": self._timeouts.attest_s * 0.8,
+            }
+            calls.append(Call("outcome", self._timeouts.attest_s, INIT, (info,)))
+        try:
+            if calls:
+                await chain(replica, PHASE, calls, incarnation=facts.incarnation, timeline=Timeline())
+        except StepFailed as failed:
+            self._problems[replica.id] = str(failed)
+            return Trace.TORN
+        return Trace.ATTESTED if expected["digest"] else Trace.TORN
+
+    async def _end(self, bring: Bring, name: str, end: Ending, left: Trace, round_: RoundRecord) -> ReplicaReport:
+        replica, record = self._roster.replicas[name], round_.members[name]
+        member = Member(
+            replica=replica,
+            incarnation=record.incarnation,
+            paused_as_found=record.paused,
+            label_as_found=record.label,
+            torn_as_found=record.torn,
+            pause_asked_at=time.monotonic() if replica.engine.channel.supports(PAUSE) else None,
+            marked=left is Trace.MARKED,
+        )
+        timeline = bring.timeline
+        try:
+            if end is Ending.COMMIT:
+                if replica.state is ReplicaState.JOINING:
+                    replica.happen(ReplicaEvent.INSPECT)
+                replica.happen(ReplicaEvent.START)
+                await bring.commit(member)
+            elif end is Ending.PUT_BACK:
+                await put_back(member, spec=bring.spec, timeline=timeline)
+                as_found = dataclasses.replace(replica.engine.facts, version=record.label, paused=record.paused)
+                replica.engine = replica.engine.with_facts(as_found)
+            else:
+                kind = "died" if end is Ending.LOSE else "raised"
+                said = f" ({self._problems[name]})" if name in self._problems else ""
+                member.failed = StepFailed(PHASE, CallFailure(message=f"{why(left, round_)}{said}", kind=kind, elapsed_s=0.0), 0.0)
+                await fence(replica, member.failed, spec=bring.spec, timeline=timeline)
+                if left is Trace.RESTARTED:
+                    replica.forget_incarnation()
+        except StepFailed as failed:
+            member.failed = failed
+            if end is Ending.COMMIT:
+                await fence(replica, failed, spec=bring.spec, timeline=timeline)
+        return member.report(dict(timeline.seconds[name]))
+
+    def _outcome(self, round_: RoundRecord, snapshot: Snapshot | None, reports: list[ReplicaReport], serving: list[str]) -> Outcome:
+        """What the round's caller is told, who lost the answer with the coordinator."""
+        label, settings, hints = round_.snapshot.label, self._parts.settings, self._roster.log_hints()
+        lost = {each.id: each for each in reports if each.failed_phase is not None}
+        failures = {
+            name: StepFailed(each.failed_phase or PHASE, CallFailure(message=each.error or "", kind="raised", elapsed_s=0.0), 0.0)
+            for name, each in lost.items()
+        }
+        others = [each.id for each in self._roster.members if each.whole]
+        if not serving and (others or not lost):
+            return aborted(
+                f"Version {label} was not committed: the coordinator died.",
+                old=self._roster.label,
+                culprits=failures,
+                stuck=failures,
+                log_hints=hints,
+                hint="call again",
+            )
+        if snapshot is None:
+            return FleetTorn(
+                f"No replica serves: the coordinator died in the round of version {label}, and its plan is lost.",
+                phase=PHASE,
+                replicas=tuple(round_.members),
+                hint="send_weights again (a complete round makes one whole)",
+            )
+        note = "the coordinator died during this round; its successor brought it to an end"
+        report = report_of(snapshot, snapshot.log, self._roster, settings, reports, notes=[note], repeated=False)
+        return verdict(report, settings.on_failure, hints, serving=serving) or report
+
+    # --- everybody else -----------------------------------------------------------------------------------------------------
+
+    async def _stand(self, record: Record, found: dict[str, EngineFacts]) -> None:
+        """Keep, lose or fence again each replica that the round left as it was."""
+        fences = []
+        for each in record.replicas:
+            replica = self._roster.replicas[str(each.ref.id)]
+            if replica.id in self._settled:
+                continue
+            facts = replica.engine.facts if replica.id in found else None
+            stands, said = standing(replica.state, replica.version, each.facts.incarnation, facts)
+            if stands is Standing.AS_BEFORE:
+                continue
+            if replica.state is not ReplicaState.QUARANTINED:
+                replica.happen(ReplicaEvent.FAIL, error=f"{said} ({self._problems[replica.id]})" if replica.id in self._problems else said)
+            if facts is not None and facts.incarnation != each.facts.incarnation:
+                replica.forget_incarnation()
+            if stands is Standing.FENCED and facts is not None:
+                replica.version, replica.fenced_by_us = None, True
+                fences.append(self._fence(replica, str(facts.version)))
+        await asyncio.gather(*fences)
+
+    async def _fence(self, replica: Replica, tombstone: str) -> None:
+        release = self._parts.settings.on_failure.release_requests
+        await fence_engine(replica, tombstone, limit_s=self._timeouts.resume_s, release=release, timeline=Timeline())
+
+
+async def _quiet(channel: Channel) -> None:
+    while await channel.halt_chains():
+        await asyncio.sleep(1.0)
+
+
+async def _nothing() -> dict[str, Any]:
+    return {}

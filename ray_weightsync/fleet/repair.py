@@ -1,0 +1,188 @@
+"""Repair: replicas that hold no version, or another one, are brought to the committed snapshot.
+
+Neither the trainer nor the rest of the fleet takes part. Each replica is healed for itself: one that cannot be does not stop the others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import uuid
+from collections.abc import Callable, Iterable
+
+from ray_weightsync.errors import ConfigError, FleetTorn, ReplicasLost, RoundAborted, WeightSyncError
+from ray_weightsync.fleet.members import unable
+from ray_weightsync.fleet.parts import Parts
+from ray_weightsync.fleet.replica import Replica
+from ray_weightsync.fleet.reporting import report_of
+from ray_weightsync.fleet.round import RoundLog
+from ray_weightsync.fleet.rounds import Rounds
+from ray_weightsync.fleet.staging import Snapshot
+from ray_weightsync.fleet.states import ReplicaEvent, ReplicaState
+from ray_weightsync.fleet.steps import StepFailed
+from ray_weightsync.fleet.turns import Busy
+from ray_weightsync.fleet.verdicts import verdict
+from ray_weightsync.report import ReplicaReport, SyncReport
+
+logger = logging.getLogger(__name__)
+
+AILING = (ReplicaState.QUARANTINED, ReplicaState.STALE, ReplicaState.JOINING)
+
+
+class Repair:
+    """Heals the replicas of one session."""
+
+    def __init__(self, parts: Parts, rounds: Rounds) -> None:
+        self._parts = parts
+        self._rounds = rounds
+        self._roster = parts.roster
+
+    @property
+    def longest_turn_s(self) -> float:
+        """The longest that somebody else may keep the turn, in seconds."""
+        committed, timeouts = self._parts.staging.committed, self._parts.timeouts
+        num_bytes = committed.plan.num_bytes if committed is not None else 0
+        return timeouts.staging_s(num_bytes) + timeouts.round_s(num_bytes)
+
+    async def heal(self, *replica_ids: str, round_id: str | None = None) -> SyncReport:
+        """Bring replicas to the committed snapshot, in a turn of their own; the others are not touched.
+
+        Args:
+            replica_ids: Whom; by default all that are QUARANTINED, STALE or JOINING.
+            round_id: The caller's choice, so that a successor can be asked what came of it.
+
+        Raises:
+            ConfigError: for an id that is unknown or retired.
+            RoundAborted: if there is no committed snapshot to heal from, or the turn is not free in time. Nothing changed.
+            ReplicasLost: if some could not be healed.
+            FleetTorn: if so no replica serves.
+        """
+        named = [self._roster.named(replica_id) for replica_id in replica_ids]
+        if retired := [replica.id for replica in named if replica.state is ReplicaState.RETIRED]:
+            raise ConfigError(f"{', '.join(retired)} is retired for good; add() or replace() brings a new engine in")
+        return await self._heal(
+            lambda: named or [each for each in self._roster.members if each.state in AILING], busy="wait", round_id=round_id
+        )
+
+    async def bring_in(self, replicas: Iterable[Replica]) -> None:
+        """Heal whoever has just joined, when the turn is free. Before the first commit there is nothing to do: the next round takes it."""
+        if self._parts.staging.committed is None:
+            return
+        try:
+            await self._heal(lambda: [each for each in replicas if each.state in AILING], busy="wait")
+        except (RoundAborted, ReplicasLost, FleetTorn) as error:
+            logger.error("%s", error)
+
+    async def heal_unasked(self) -> None:
+        """What `FailurePolicy.auto_heal` promises: heal who can be healed, if nobody has the turn; retire who was healed often enough."""
+        policy = self._parts.settings.on_failure
+        if not policy.auto_heal or self._parts.turn.holder is not None:
+            return
+        for replica in self._roster.members:
+            if replica.state in AILING and (why := hopeless(replica, max_heals=policy.max_heals)) is not None:
+                self.lose(replica, why)
+        if self._parts.staging.committed is None or not self._can_be_healed():
+            return
+        counts: dict[str, int] = {}
+
+        def pick() -> list[Replica]:
+            chosen = self._can_be_healed()
+            counts.update({replica.id: replica.heals for replica in chosen})
+            return chosen
+
+        try:
+            await self._heal(pick, busy="raise")
+        except (RoundAborted, ReplicasLost, FleetTorn) as error:
+            if counts:
+                logger.error("%s", error)
+        finally:
+            # Also one that was healed is counted: only a sender's round that it gets through proves that it is well.
+            for name, count in counts.items():
+                self._roster.replicas[name].heals = count + 1
+
+    def lose(self, replica: Replica, why: str) -> None:
+        """Retire a replica that cannot be healed; a new engine is wanted in its place. Not while somebody else has the turn."""
+        if replica.state is not ReplicaState.QUARANTINED:
+            replica.happen(ReplicaEvent.FAIL, error=why)
+        replica.happen(ReplicaEvent.RETIRE, error=why)
+        replica.lost = True
+        self._roster.changed()
+
+    def _can_be_healed(self) -> list[Replica]:
+        return [each for each in self._roster.members if each.state in AILING and may_be_healed_unasked(each)]
+
+    # --- in a turn ----------------------------------------------------------------------------------------------------------
+
+    async def _heal(self, pick: Callable[[], list[Replica]], *, busy: Busy, round_id: str | None = None) -> SyncReport:
+        log = RoundLog(round_id or uuid.uuid4().hex)
+        await self._parts.turn.take(log.round_id, busy=busy, limit_s=self.longest_turn_s)
+        self._roster.round_id = log.round_id
+        try:
+            await self._parts.staging.settled()
+            snapshot = self._snapshot()
+            self._roster.changed("heal")
+            replicas = [each for each in pick() if each in self._roster.members]  # some may have left while this waited
+            report = self._told(snapshot, log, await self._each(snapshot, log, replicas))
+            self._parts.chronicle.ended(log.round_id, report)
+            return report
+        except WeightSyncError as error:
+            self._parts.chronicle.ended(log.round_id, error)
+            raise
+        finally:
+            self._parts.end_turn(log.round_id)
+
+    def _snapshot(self) -> Snapshot:
+        committed = self._parts.staging.committed
+        if committed is None:
+            raise RoundAborted(
+                f"Nothing changed: {self._roster.serves()}. No version was committed in this session, so there is nothing to heal from.",
+                phase="heal",
+                hint="send_weights: it brings every replica that answers to the new version",
+            )
+        return committed
+
+    async def _each(self, snapshot: Snapshot, log: RoundLog, replicas: list[Replica]) -> list[ReplicaReport]:
+        failures = await unable(replicas, snapshot, log, self._parts)
+        replicas = [replica for replica in replicas if replica.state is not ReplicaState.RETIRED]
+        able = [replica for replica in replicas if replica.id not in failures]
+        for replica in able:
+            if replica.state is ReplicaState.JOINING:
+                replica.happen(ReplicaEvent.INSPECT)
+        if able:
+            await self._parts.chronicle.before(snapshot, able, log.round_id)
+        restored = {report.id: report for report in await self._rounds.restore(snapshot, log, able)}
+        return [restored.get(replica.id) or self._refused(replica, failures[replica.id]) for replica in replicas]
+
+    def _refused(self, replica: Replica, failed: StepFailed) -> ReplicaReport:
+        if not replica.whole or failed.failure.kind in ("died", "out_of_step"):
+            replica.happen(ReplicaEvent.FAIL, error=f"it could not be healed: {failed}")
+        return ReplicaReport(
+            id=replica.id,
+            state=replica.state.value,
+            version=replica.version,
+            failed_phase=failed.phase,
+            error=failed.failure.message,
+        )
+
+    def _told(self, snapshot: Snapshot, log: RoundLog, replicas: list[ReplicaReport]) -> SyncReport:
+        parts, roster = self._parts, self._roster
+        told = report_of(snapshot, log, roster, parts.settings, replicas, notes=parts.staging.notes(), repeated=not replicas)
+        report = dataclasses.replace(told, trainer_blocked_s=0.0)
+        serving = [replica.id for replica in roster.members if replica.whole and replica.version == snapshot.label]
+        if (error := verdict(report, parts.settings.on_failure, roster.log_hints(), serving=serving)) is not None:
+            raise error
+        return report
+
+
+def hopeless(replica: Replica, *, max_heals: int) -> str | None:
+    """Why a replica that does not serve is not worth another repair, or None. Pure."""
+    if not replica.engine.facts.in_step:
+        return f"its workers' replies are out of step ({replica.engine.facts.step_problem}); only a new engine in its place helps"
+    if replica.heals >= max_heals and not replica.probe_failed:
+        return f"healed {replica.heals} times without a round that it got through; last: {replica.error}"
+    return None
+
+
+def may_be_healed_unasked(replica: Replica) -> bool:
+    """Whether a replica that does not serve can be healed now, and nothing says that this would be in vain. Pure."""
+    return not (replica.asleep or replica.unanswered or replica.probe_failed)

@@ -1,0 +1,395 @@
+"""What a session offers to keep its fleet alive: repair, joins and leaves, sleep, subscribers, and replacements for what was lost.
+
+The decisions are the coordinator's. What only the session's own process can do is done here: making engines with the user's factory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
+
+from ray_weightsync.config import require_choice
+from ray_weightsync.engines.ref import EngineLike, EngineRef, as_refs, is_handle
+from ray_weightsync.errors import ConfigError, WeightSyncError
+from ray_weightsync.fleet.keyring import Keys, by_reference
+from ray_weightsync.fleet.link import CoordinatorLink
+from ray_weightsync.fleet.values import Settings
+from ray_weightsync.follower import Follower
+from ray_weightsync.report import FleetStatus, ReplicaStatus, SyncReport
+
+logger = logging.getLogger(__name__)
+
+EngineFactory = Callable[[], EngineLike]
+"""Makes one more engine, like those attached. It is called in the session's process, on a thread, and may take as long as it needs."""
+
+
+class FleetLife:
+    """The part of `WeightSync` that keeps the fleet alive."""
+
+    _link: CoordinatorLink
+    _targets: dict[str, Any]
+    _settings: Settings
+    _keys: Keys
+    _targets: dict[str, Any]
+    _follower: Follower
+    _replacer: Replacer
+
+    def status(self) -> FleetStatus:
+        """See `WeightSync.status`."""
+        raise NotImplementedError
+
+    def _require_open(self) -> None:
+        raise NotImplementedError
+
+    # --- repair -------------------------------------------------------------------------------------------------------------
+
+    def heal(self, *replicas: str) -> SyncReport:
+        """Bring replicas to the version last committed, from its snapshot. The trainer is not needed and the others are not touched.
+
+        Args:
+            replicas: Ids; by default all that are QUARANTINED, STALE or JOINING.
+
+        Raises:
+            ConfigError: for an id that is unknown or retired.
+            RoundAborted: nothing changed: there is no committed snapshot to heal from, or a round did not end.
+            ReplicasLost: some could not be healed; they are fenced. The report says why.
+            FleetTorn: and so no replica serves.
+        """
+        self._require_open()
+        round_id, limit_s = uuid.uuid4().hex, self._turn_s()
+        self._link.reach()
+        asked = self._link.submit("heal", round_id, list(replicas))
+        report: SyncReport = self._link.answer(asked, "heal", round_id=round_id, limit_s=limit_s)
+        return report
+
+    # --- who is in the fleet ------------------------------------------------------------------------------------------------
+
+    def add(self, engines: EngineLike | Sequence[EngineLike] | None = None, *, count: int = 1) -> tuple[str, ...]:
+        """Take more engines in, also during a round. They are asked what they are, and no round is waited for.
+
+        They are JOINING at first. The version last committed is brought to them when no round is in progress; see `wait_serving`.
+
+        Args:
+            engines: As for `attach`. Without them, ``count`` are made by the ``engine_factory``.
+            count: How many to make.
+
+        Returns:
+            The ids of the new replicas.
+
+        Raises:
+            ConfigError: for a wrong argument.
+            AttachError: if one cannot be attached; all were left as found, and none was added.
+        """
+        self._require_open()
+        timeouts = self._settings.timeouts
+        if engines is None:
+            made = self._replacer.make(count)
+            try:
+                ids = self._add(made, limit_s=timeouts.heal_s)  # an engine may just be starting
+            except BaseException:
+                self._replacer.end(made)
+                raise
+            self._replacer.made(dict(zip(ids, made, strict=True)))
+            return ids
+        return self._add(engines, limit_s=timeouts.attach_s)
+
+    def _add(self, engines: Any, *, limit_s: float) -> tuple[str, ...]:
+        refs = as_refs(engines, taken={replica.id for replica in self.status().replicas})
+        self._targets.update({str(ref.id): ref.target for ref in refs})
+        ids: tuple[str, ...] = self._link.ask("add", refs, self._kept(refs), limit_s, limit_s=self._join_s(limit_s))
+        self._targets.update({name: ref.target for name, ref in zip(ids, refs, strict=True)})
+        return ids
+
+    def _kept(self, refs: Sequence[EngineRef]) -> Keys:
+        """The literal api_keys of ``refs``, which a successor of the coordinator will want again."""
+        new = by_reference(refs)
+        self._keys = (*self._keys, *new)
+        return new
+
+    def replace(self, replica: str, engine: EngineLike) -> str:
+        """Take an engine in, in the place of a replica. That one is retired when no round is in progress; its engine is left running.
+
+        To keep up capacity, `add` the new one first, `wait_serving`, and then `remove` the old one.
+
+        Returns:
+            The id of the new replica.
+
+        Raises:
+            ConfigError: for a wrong argument, or an id that is unknown or has left.
+            AttachError: if the engine cannot be attached; nothing changed.
+        """
+        self._require_open()
+        new = self._replace(replica, engine, limit_s=self._settings.timeouts.attach_s)
+        self._replacer.end_retired(replica)
+        return new
+
+    def _replace(self, replica: str, engine: EngineLike, *, limit_s: float) -> str:
+        (ref,) = as_refs([engine], taken={each.id for each in self.status().replicas})
+        self._targets[str(ref.id)] = ref.target
+        asked_s = self._turn_s() + self._join_s(limit_s)
+        new: str = self._link.ask("replace", replica, ref, self._kept([ref]), limit_s, limit_s=asked_s)
+        self._targets[new] = ref.target
+        return new
+
+    def remove(self, replica: str, *, drain_s: float | None = None) -> None:
+        """Let a replica go: out of the serving set at once, retired when no round is in progress.
+
+        Its engine is left running as it is; one that the session spawned is ended.
+
+        Args:
+            replica: Its id.
+            drain_s: Seconds to wait for the end of its requests.
+
+        Raises:
+            ConfigError: for an id that is unknown, or the last replica of the session. One that has left already is no error.
+            RoundAborted: if a round does not end; the replica stays.
+        """
+        self._require_open()
+        if drain_s is not None:
+            _require_seconds("drain_s", drain_s)
+        self._link.ask("remove", replica, drain_s, limit_s=self._turn_s() + (drain_s or 0.0))
+        self._replacer.end_retired(replica)
+
+    def wait_serving(self, num: int | None = None, *, timeout_s: float) -> tuple[ReplicaStatus, ...]:
+        """Wait until replicas serve.
+
+        Args:
+            num: How many at least; by default all that are not retired.
+            timeout_s: Seconds to wait.
+
+        Returns:
+            Those that serve.
+
+        Raises:
+            ConfigError: for a wrong argument.
+            WeightSyncError: if they do not in time, with who does not and why.
+        """
+        if num is not None and (isinstance(num, bool) or not isinstance(num, int) or num < 1):
+            raise ConfigError(f"num must be None or an int of at least 1, not {num!r}")
+        _require_seconds("timeout_s", timeout_s)
+        began, status = time.monotonic(), self.status()
+        if (serving := serving_enough(status, num)) is not None:
+            return serving
+        for status in self._follower.events(timeout_s=timeout_s):  # the last one is told about
+            if (serving := serving_enough(status, num)) is not None:
+                return serving
+        waiting = {each.id: each.error or each.state for each in status.replicas if not each.serving and each.state != "RETIRED"}
+        raise WeightSyncError(
+            f"{len(status.serving)} replicas serve, {'all' if num is None else num} were waited for.",
+            phase="wait_serving",
+            replicas=tuple(waiting),
+            elapsed_s=time.monotonic() - began,
+            limit_s=timeout_s,
+            engine_message="; ".join(f"{name}: {why}" for name, why in waiting.items()) or None,
+            hint="heal() says what keeps a replica from serving; before the first version there is nothing to bring to them",
+        )
+
+    # --- colocation ---------------------------------------------------------------------------------------------------------
+
+    def sleep(self, level: int = 1) -> None:
+        """Put all engines that can to sleep, when no round is in progress. They leave `serving`; requests in flight are aborted.
+
+        Args:
+            level: 1 keeps the weights in the host's memory; 2 gives them up, and a complete round or a repair has to bring them back.
+
+        Raises:
+            ConfigError: for another level, or if no engine can sleep.
+            RoundAborted: if a round does not end; nothing changed.
+            WeightSyncError: if some did not; all others sleep.
+        """
+        self._require_open()
+        require_choice("level", level, (1, 2))
+        self._link.ask("sleep", level, limit_s=self._turn_s())
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Wake all engines that sleep up, when no round is in progress. One that is fully awake runs, unless it is fenced.
+
+        Args:
+            tags: ``"weights"`` or ``"kv_cache"``, to wake up a part. A round needs the weights only, and leaves the rest as found.
+
+        Raises:
+            As of `sleep`.
+        """
+        self._require_open()
+        if isinstance(tags, str):
+            raise ConfigError(f"tags must be a list such as ['weights'], not {tags!r}")
+        for tag in tags or ():
+            require_choice("tags", tag, ("weights", "kv_cache"))
+        self._link.ask("wake_up", None if tags is None else list(tags), limit_s=self._turn_s())
+
+    # --- hearing of changes -------------------------------------------------------------------------------------------------
+
+    def subscribe(self, callback: Callable[[FleetStatus], None]) -> Callable[[], None]:
+        """Call ``callback`` with the fleet's status after each change (changes that follow one another closely may be told as one).
+
+        It runs on the session's follower thread: it should not block, and what it raises is logged.
+
+        Returns:
+            A function that ends the subscription.
+        """
+        self._require_open()
+        if not callable(callback):
+            raise ConfigError(f"subscribe takes a function of the fleet's status, not {type(callback).__name__}")
+        return self._follower.subscribe(callback)
+
+    # --- deadlines ----------------------------------------------------------------------------------------------------------
+
+    def _turn_s(self) -> float:
+        """Seconds for what may have to wait for a round of somebody else's, of weights whose size is not known here, and then runs one."""
+        timeouts = self._settings.timeouts
+        return timeouts.staging_s(0) + 2 * timeouts.round_s(0) + timeouts.heal_s
+
+    def _join_s(self, limit_s: float) -> float:
+        timeouts = self._settings.timeouts
+        return limit_s + timeouts.attach_s + timeouts.connect_s
+
+
+class Replacer:
+    """Makes engines with the user's factory where replicas were lost, and ends the engines that the session made itself.
+
+    Args:
+        life: The session.
+        factory: Makes one engine; None: nothing is replaced.
+        owns_made: Whether the engines that it makes are the session's, to be ended with it.
+        max_attempts: How often one lost replica is to be replaced before it is left at that.
+    """
+
+    def __init__(self, life: FleetLife, factory: EngineFactory | None, *, owns_made: bool, max_attempts: int) -> None:
+        self._life = life
+        self._factory = factory
+        self._owns_made = owns_made
+        self._max_attempts = max_attempts
+        self._attempts: dict[str, int] = {}
+        self._own: dict[str, ActorHandle[Any]] = {}
+        self._lock = threading.Lock()
+        self._working = False
+        self._closed = False
+
+    def own(self, engines: Mapping[str, ActorHandle[Any]], spec: object | None) -> None:
+        """The engines that the session started, by replica id: they end with their replica, or with the session.
+
+        Args:
+            engines: The engines.
+            spec: What they were started from, if it is to make more of them.
+        """
+        with self._lock:
+            self._own.update(engines)
+        if spec is not None:
+            self._factory, self._owns_made = getattr(spec, "create", None), True
+
+    def made(self, engines: Mapping[str, Any]) -> None:
+        """Engines of the factory have joined, by replica id."""
+        if self._owns_made:
+            with self._lock:
+                self._own.update({name: engine for name, engine in engines.items() if is_handle(engine)})
+
+    def make(self, count: int) -> list[EngineLike]:
+        """``count`` new engines.
+
+        Raises:
+            ConfigError: if there is no factory, or ``count`` is not a positive int.
+        """
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ConfigError(f"count must be an int of at least 1, not {count!r}")
+        if self._factory is None:
+            raise ConfigError("add() needs engines, or a session that was attached with an engine_factory")
+        return [self._factory() for _ in range(count)]
+
+    def end(self, engines: Sequence[Any]) -> None:
+        """End engines that were just made for nothing, if they are the session's."""
+        if self._owns_made:
+            _kill(engines)
+
+    def end_retired(self, replica: str) -> None:
+        """End the engine of a replica that has left, if it is the session's."""
+        with self._lock:
+            engine = self._own.pop(replica, None)
+        if engine is not None:
+            _kill([engine])
+
+    def close(self) -> None:
+        """End every engine that is the session's. Idempotent."""
+        with self._lock:
+            self._closed = True
+            engines, self._own = list(self._own.values()), {}
+        _kill(engines)
+
+    def on_status(self, status: FleetStatus) -> None:
+        """What the follower tells: engines of replicas that left are ended, and lost ones replaced, on a thread of its own."""
+        for replica in status.replicas:
+            if replica.state == "RETIRED":
+                self.end_retired(replica.id)
+        with self._lock:
+            if self._factory is None or self._working or self._closed or not self._wanted(status):
+                return
+            self._working = True
+        # Not on the follower's thread: an engine may take minutes to start, and routers are to hear of the fleet meanwhile.
+        threading.Thread(target=self._replace_lost, name="rws-engine-factory", daemon=True).start()
+
+    def _wanted(self, status: FleetStatus) -> list[str]:
+        lost = [replica.id for replica in status.replicas if replica.lost and replica.replaced_by is None]
+        return [name for name in lost if self._attempts.get(name, 0) < self._max_attempts]
+
+    def _replace_lost(self) -> None:
+        try:
+            while not self._closed and (wanted := self._wanted(self._life.status())):
+                for name in wanted:
+                    self._attempts[name] = self._attempts.get(name, 0) + 1
+                    self._replace(name)
+        except Exception:
+            if not self._closed:
+                logger.exception("no engines could be made in place of lost ones")
+        finally:
+            with self._lock:
+                self._working = False
+
+    def _replace(self, lost: str) -> None:
+        assert self._factory is not None
+        made: list[Any] = []
+        try:
+            made = [self._factory()]
+            new = self._life._replace(lost, made[0], limit_s=self._life._settings.timeouts.heal_s)
+        except Exception:  # the user's factory, or an engine that cannot be attached: tried again with the next one
+            logger.exception("%s was lost, and attempt %d to replace it failed", lost, self._attempts[lost])
+            self.end(made)
+            return
+        logger.info("%s was lost; %s was made in its place", lost, new)
+        self.made({new: made[0]})
+        if self._closed:
+            self.close()
+
+
+def _kill(engines: Sequence[Any]) -> None:
+    for engine in engines:
+        if is_handle(engine):
+            with contextlib.suppress(RayError):  # it is gone already
+                ray.kill(engine)
+
+
+def require_factory(factory: object) -> None:
+    """Raise `ConfigError` unless ``factory`` is a function, or None."""
+    if factory is not None and not callable(factory):
+        raise ConfigError(f"engine_factory must be a function that makes an engine, not {type(factory).__name__}")
+
+
+def serving_enough(status: FleetStatus, num: int | None) -> tuple[ReplicaStatus, ...] | None:
+    """Those that serve, if they are ``num`` or more (None: everyone who is not retired). Pure."""
+    serving = tuple(replica for replica in status.replicas if replica.serving)
+    members = [replica for replica in status.replicas if replica.state != "RETIRED"]
+    wanted = max(len(members), 1) if num is None else num
+    return serving if len(serving) >= wanted else None
+
+
+def _require_seconds(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ConfigError(f"{name} must be a number of seconds of at least 0, not {value!r}")

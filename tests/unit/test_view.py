@@ -1,0 +1,112 @@
+"""What a view reads out of an output, and what the driver's log says of a change: pure functions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from ray_weightsync.errors import ConfigError
+from ray_weightsync.follower import changes, nothing_known, settled
+from ray_weightsync.report import FleetStatus, ReplicaStatus
+from ray_weightsync.session_life import serving_enough
+from ray_weightsync.view import FleetView, versions_in
+
+
+@dataclass
+class Span:
+    version: str
+    start: int = 0
+    end: int = 1
+
+
+@dataclass
+class Sequence:
+    weight_versions: list[Span] | None
+
+
+@dataclass
+class Output:
+    outputs: list[Sequence]
+
+
+class Known:
+    """Stands for a follower that has heard of one status."""
+
+    def __init__(self, status: FleetStatus) -> None:
+        self.status = status
+
+
+def replica(name: str, state: str = "SERVING", error: str | None = None) -> ReplicaStatus:
+    return ReplicaStatus(
+        id=name,
+        state=state,
+        serving=state == "SERVING",
+        version="1",
+        attested=True,
+        incarnation="i",
+        node_id=None,
+        world_size=1,
+        error=error,
+    )
+
+
+def fleet(*replicas: ReplicaStatus, **fields: Any) -> FleetStatus:
+    return replace(nothing_known("f"), replicas=replicas, **fields)
+
+
+@pytest.mark.parametrize(
+    ("output", "versions"),
+    [
+        (7, ["7"]),
+        ("v7", ["v7"]),
+        (Output([Sequence([Span("v1"), Span("v2")]), Sequence([Span("v3")])]), ["v1", "v2", "v3"]),
+        (Output([Sequence(None)]), []),
+        ({"outputs": [{"weight_versions": [("v1", 0, 4), ("v2", 4, 9)]}]}, ["v1", "v2"]),
+        ({"outputs": [{"token_ids": []}]}, []),
+    ],
+)
+def test_the_versions_of_an_output_are_found_in_every_form_that_engines_give(output: object, versions: list[str]) -> None:
+    assert versions_in(output) == versions
+
+
+@pytest.mark.parametrize("output", [None, 1.5, True, b"v1", object(), ["v1"], {"text": "v1"}])
+def test_what_is_no_output_is_refused(output: object) -> None:
+    with pytest.raises(ConfigError, match="staleness takes"):
+        versions_in(output)
+
+
+@pytest.mark.parametrize(
+    ("output", "age"),
+    [
+        ("c", 0),
+        ("adopted", 3),
+        (Output([Sequence([Span("b"), Span("c")])]), 1),
+        (Output([Sequence([Span("c")]), Sequence([Span("a")])]), 2),
+        (Output([Sequence([Span("c"), Span("!rws:1")])]), None),
+        (Output([Sequence([Span("c"), Span("forgotten")])]), None),
+        (Output([]), None),
+    ],
+)
+def test_staleness_goes_by_the_oldest_version_and_is_unknown_if_one_is(output: object, age: int | None) -> None:
+    status = fleet(version="c", ordinal=3, ordinals={"adopted": 0, "a": 1, "b": 2, "c": 3})
+    assert FleetView(Known(status)).staleness(output) == age  # type: ignore[arg-type]
+
+
+def test_a_change_of_state_is_one_line_and_what_a_round_goes_through_is_none() -> None:
+    before = fleet(replica("r0"), replica("r1"))
+    during = fleet(replica("r0", "UPDATING"), replica("r1", "UPDATING"))
+    after = fleet(replica("r0"), replica("r1", "QUARANTINED", "torn"), replica("r2", "JOINING"))
+    assert changes(before, during) == []
+    assert changes(settled(before, during), after) == ["r1: SERVING -> QUARANTINED (torn)", "r2: JOINING"]
+    assert changes(after, after) == []
+
+
+def test_all_means_everyone_who_is_not_retired_and_never_nobody() -> None:
+    retired, waiting = replica("r0", "RETIRED"), replica("r1", "JOINING")
+    assert serving_enough(fleet(), None) is None
+    assert serving_enough(fleet(retired), None) is None
+    assert serving_enough(fleet(retired, replica("r2")), None) == (replica("r2"),)
+    assert serving_enough(fleet(waiting, replica("r2")), None) is None
+    assert serving_enough(fleet(waiting, replica("r2")), 1) == (replica("r2"),)

@@ -1,0 +1,130 @@
+"""Faults at every phase on two real engines, TP 1 and TP 2, with requests in flight: nothing torn is served, nobody waits for ever.
+
+What is lost is brought back by `heal`, from the sealed snapshot.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import ray
+
+import ray_weightsync as rws
+from ray_weightsync.testing import Faults
+from tests.vllm.support import CALL_LIMIT_S, PROMPTS, Driver, Pairs
+
+Tokens = dict[int, list[list[int]]]
+LATE_S = 10.0
+TIMEOUTS = rws.Timeouts(health_interval_s=3600, **{f"{phase}_s": LATE_S for phase in ("pause", "update", "commit", "resume")})
+BEFORE_START = ("pause", "mark")
+AFTER_START = ("start", "update", "finish", "outcome", "commit", "cache", "resume")
+REPLICAS = ("r0", "r1")
+
+
+class Stream:
+    """Two requests at a time on one engine until it is stopped; each must end, with tokens of whole weights alone."""
+
+    def __init__(self, engine: Driver) -> None:
+        self.versions: set[str] = set()
+        self._engine = engine
+        self._stop = threading.Event()
+        self._failed: list[BaseException] = []
+        self._threads = [threading.Thread(target=self._ask, args=(prompt,)) for prompt in PROMPTS[:2]]
+
+    def __enter__(self) -> Stream:
+        for thread in self._threads:
+            thread.start()
+        ray.get(self._engine.handle.generate.remote(PROMPTS[0], 2), timeout=CALL_LIMIT_S)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(timeout=CALL_LIMIT_S)
+            assert not thread.is_alive(), "a request waits for ever"
+        assert not self._failed, self._failed
+
+    def _ask(self, prompt: list[int]) -> None:
+        try:
+            while not self._stop.is_set():
+                _, spans = ray.get(self._engine.handle.generate.remote(prompt, 80), timeout=CALL_LIMIT_S)
+                self.versions.update(version for version, _, _ in spans)
+        except BaseException as error:  # told by the test's own thread, whatever it is
+            self._failed.append(error)
+
+
+@pytest.fixture
+def sync(engine_tp1: Driver, engine_tp2: Driver, fresh_a: Tokens, pairs_a: Pairs) -> Iterator[rws.WeightSync]:
+    """A session on both engines that serves A, committed as "a"."""
+    refs = [rws.EngineRef(engine.handle, attr="llm") for engine in (engine_tp1, engine_tp2)]
+    policy = rws.FailurePolicy(auto_heal=False)
+    with rws.WeightSync.attach(refs, timeouts=TIMEOUTS, on_failure=policy) as sync:
+        sync.send_weights(pairs_a, version="a")
+        yield sync
+    for engine in (engine_tp1, engine_tp2):
+        engine.call("resume_generation")
+        assert engine.leftovers() == []
+
+
+@pytest.fixture
+def strike(
+    sync: rws.WeightSync, engine_tp1: Driver, engine_tp2: Driver, pairs_b: Pairs, fresh_a: Tokens, fresh_b: Tokens
+) -> Callable[..., None]:
+    """Send B over a fault while requests run, and have what was lost healed."""
+    engines = dict(zip(REPLICAS, (engine_tp1, engine_tp2), strict=True))
+
+    def strike(replica: str, phase: str, kind: str) -> None:
+        with Stream(engine_tp1) as one, Stream(engine_tp2) as two:
+            with Faults(sync, limit_s=CALL_LIMIT_S) as faults:
+                faults.inject(replica, phase, kind)
+                with pytest.raises(rws.RoundAborted if phase in BEFORE_START else rws.ReplicasLost) as caught:
+                    sync.send_weights(pairs_b, version="b")
+            assert caught.value.replicas == (replica,)
+            if phase in BEFORE_START:
+                assert sync.status().version == "a"
+                _settled(sync)
+                sync.send_weights(pairs_b, version="b")
+            else:
+                assert [each.id for each in sync.serving()] == [each for each in REPLICAS if each != replica]
+                _settled(sync)
+                assert sync.heal().committed == (replica,)
+            assert sync.status().serving == REPLICAS
+        assert one.versions | two.versions <= {"a", "b"}, "no token was made by torn weights"
+        for engine in engines.values():
+            assert engine.call("get_weight_version") == "b"
+            assert engine.tokens() == fresh_b[engine.world_size]
+
+    return strike
+
+
+def _settled(sync: rws.WeightSync) -> None:
+    """Wait until both have answered what they were asked: an engine that owes an answer is not used."""
+
+    def owed(actor: Any) -> int:
+        return sum(len(replica.unanswered) for replica in actor._coordinator._parts.roster.replicas.values())
+
+    for _ in range(1000):
+        if not ray.get(sync.coordinator.__ray_call__.remote(owed), timeout=CALL_LIMIT_S):
+            return
+        threading.Event().wait(0.05)
+    pytest.fail("an engine still owes an answer")
+
+
+@pytest.mark.parametrize("replica", REPLICAS)
+@pytest.mark.parametrize("phase", [*BEFORE_START, *AFTER_START])
+def test_a_call_that_fails(strike: Callable[..., None], replica: str, phase: str) -> None:
+    strike(replica, phase, "raise")
+
+
+@pytest.mark.parametrize("phase", [*BEFORE_START, *AFTER_START])
+def test_a_call_whose_answer_is_lost(strike: Callable[..., None], phase: str) -> None:
+    strike("r1", phase, "lost")
+
+
+@pytest.mark.parametrize("replica", REPLICAS)
+@pytest.mark.parametrize("phase", ["pause", "update", "commit", "resume"])
+def test_a_call_that_is_answered_after_its_deadline(strike: Callable[..., None], replica: str, phase: str) -> None:
+    strike(replica, phase, "late")
