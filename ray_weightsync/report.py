@@ -137,8 +137,10 @@ class ReplicaStatus:
         world_size: Workers in the engine.
         error: Why it is quarantined or lost, or None.
         asleep: Whether a part of it (weights or KV cache) is not in memory, as last seen; requests would wait.
-        lost: It was retired because its process is gone or it could not be healed, not because it was removed.
+        lost: It was given up because its process is gone or it could not be healed, not because it was removed. It is RETIRED, unless it
+            is the last one: a round may yet bring that one back.
         replaced_by: Id of the replica that took its place.
+        taken_by: Name of the session that took its engine over.
     """
 
     id: str
@@ -153,6 +155,7 @@ class ReplicaStatus:
     asleep: bool = False
     lost: bool = False
     replaced_by: str | None = None
+    taken_by: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,8 +38,9 @@ from ray_weightsync.fleet.turns import Busy
 from ray_weightsync.fleet.values import Settings
 from ray_weightsync.follower import Follower, nothing_known
 from ray_weightsync.probing import Probe, probed, require_probe
+from ray_weightsync.replacer import EngineFactory, Replacer, require_factory
 from ray_weightsync.report import FleetStatus, ReplicaStatus, SyncReport
-from ray_weightsync.session_life import EngineFactory, FleetLife, Replacer, require_factory
+from ray_weightsync.session_life import FleetLife
 from ray_weightsync.trainer.sender import SnapshotSender, StagedWeights
 from ray_weightsync.view import FleetView
 from ray_weightsync.weights.sources import SourceLike
@@ -84,7 +85,8 @@ class WeightSync(FleetLife):
         self.engines = tuple(engines)
         self._trainers = tuple(trainers)
         self._settings = settings
-        self._replacer = Replacer(self, engine_factory, owns_made=False, max_attempts=max(1, settings.on_failure.max_heals))
+        attempts, retry_s = max(1, settings.on_failure.max_heals), settings.timeouts.health_interval_s
+        self._replacer = Replacer(self, engine_factory, owns_made=False, max_attempts=attempts, retry_s=retry_s)
         self._follower = Follower(self._link, nothing_known(name), timeouts=settings.timeouts, logs_changes=True)
         self._sender: SnapshotSender | None = None
         self._keys: Keys = ()

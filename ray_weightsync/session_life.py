@@ -1,43 +1,31 @@
 """What a session offers to keep its fleet alive: repair, joins and leaves, sleep, subscribers, and replacements for what was lost.
 
-The decisions are the coordinator's. What only the session's own process can do is done here: making engines with the user's factory.
+The decisions are the coordinator's.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import math
-import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import ray
-from ray.actor import ActorHandle
-from ray.exceptions import RayError
-
 from ray_weightsync.config import require_choice
-from ray_weightsync.engines.ref import EngineLike, EngineRef, as_refs, is_handle
+from ray_weightsync.engines.ref import EngineLike, EngineRef, as_refs
 from ray_weightsync.errors import ConfigError, WeightSyncError
 from ray_weightsync.fleet.keyring import Keys, by_reference
 from ray_weightsync.fleet.link import CoordinatorLink
 from ray_weightsync.fleet.values import Settings
 from ray_weightsync.follower import Follower
+from ray_weightsync.replacer import Replacer
 from ray_weightsync.report import FleetStatus, ReplicaStatus, SyncReport
-
-logger = logging.getLogger(__name__)
-
-EngineFactory = Callable[[], EngineLike]
-"""Makes one more engine, like those attached. It is called in the session's process, on a thread, and may take as long as it needs."""
 
 
 class FleetLife:
     """The part of `WeightSync` that keeps the fleet alive."""
 
     _link: CoordinatorLink
-    _targets: dict[str, Any]
     _settings: Settings
     _keys: Keys
     _targets: dict[str, Any]
@@ -105,7 +93,6 @@ class FleetLife:
 
     def _add(self, engines: Any, *, limit_s: float) -> tuple[str, ...]:
         refs = as_refs(engines, taken={replica.id for replica in self.status().replicas})
-        self._targets.update({str(ref.id): ref.target for ref in refs})
         ids: tuple[str, ...] = self._link.ask("add", refs, self._kept(refs), limit_s, limit_s=self._join_s(limit_s))
         self._targets.update({name: ref.target for name, ref in zip(ids, refs, strict=True)})
         return ids
@@ -133,9 +120,12 @@ class FleetLife:
         self._replacer.end_retired(replica)
         return new
 
+    def replace_lost(self, replica: str, engine: EngineLike) -> str:
+        """`replace` for an engine that was just made, and may still be starting."""
+        return self._replace(replica, engine, limit_s=self._settings.timeouts.heal_s)
+
     def _replace(self, replica: str, engine: EngineLike, *, limit_s: float) -> str:
         (ref,) = as_refs([engine], taken={each.id for each in self.status().replicas})
-        self._targets[str(ref.id)] = ref.target
         asked_s = self._turn_s() + self._join_s(limit_s)
         new: str = self._link.ask("replace", replica, ref, self._kept([ref]), limit_s, limit_s=asked_s)
         self._targets[new] = ref.target
@@ -252,134 +242,6 @@ class FleetLife:
     def _join_s(self, limit_s: float) -> float:
         timeouts = self._settings.timeouts
         return limit_s + timeouts.attach_s + timeouts.connect_s
-
-
-class Replacer:
-    """Makes engines with the user's factory where replicas were lost, and ends the engines that the session made itself.
-
-    Args:
-        life: The session.
-        factory: Makes one engine; None: nothing is replaced.
-        owns_made: Whether the engines that it makes are the session's, to be ended with it.
-        max_attempts: How often one lost replica is to be replaced before it is left at that.
-    """
-
-    def __init__(self, life: FleetLife, factory: EngineFactory | None, *, owns_made: bool, max_attempts: int) -> None:
-        self._life = life
-        self._factory = factory
-        self._owns_made = owns_made
-        self._max_attempts = max_attempts
-        self._attempts: dict[str, int] = {}
-        self._own: dict[str, ActorHandle[Any]] = {}
-        self._lock = threading.Lock()
-        self._working = False
-        self._closed = False
-
-    def own(self, engines: Mapping[str, ActorHandle[Any]], spec: object | None) -> None:
-        """The engines that the session started, by replica id: they end with their replica, or with the session.
-
-        Args:
-            engines: The engines.
-            spec: What they were started from, if it is to make more of them.
-        """
-        with self._lock:
-            self._own.update(engines)
-        if spec is not None:
-            self._factory, self._owns_made = getattr(spec, "create", None), True
-
-    def made(self, engines: Mapping[str, Any]) -> None:
-        """Engines of the factory have joined, by replica id."""
-        if self._owns_made:
-            with self._lock:
-                self._own.update({name: engine for name, engine in engines.items() if is_handle(engine)})
-
-    def make(self, count: int) -> list[EngineLike]:
-        """``count`` new engines.
-
-        Raises:
-            ConfigError: if there is no factory, or ``count`` is not a positive int.
-        """
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ConfigError(f"count must be an int of at least 1, not {count!r}")
-        if self._factory is None:
-            raise ConfigError("add() needs engines, or a session that was attached with an engine_factory")
-        return [self._factory() for _ in range(count)]
-
-    def end(self, engines: Sequence[Any]) -> None:
-        """End engines that were just made for nothing, if they are the session's."""
-        if self._owns_made:
-            _kill(engines)
-
-    def end_retired(self, replica: str) -> None:
-        """End the engine of a replica that has left, if it is the session's."""
-        with self._lock:
-            engine = self._own.pop(replica, None)
-        if engine is not None:
-            _kill([engine])
-
-    def close(self) -> None:
-        """End every engine that is the session's. Idempotent."""
-        with self._lock:
-            self._closed = True
-            engines, self._own = list(self._own.values()), {}
-        _kill(engines)
-
-    def on_status(self, status: FleetStatus) -> None:
-        """What the follower tells: engines of replicas that left are ended, and lost ones replaced, on a thread of its own."""
-        for replica in status.replicas:
-            if replica.state == "RETIRED":
-                self.end_retired(replica.id)
-        with self._lock:
-            if self._factory is None or self._working or self._closed or not self._wanted(status):
-                return
-            self._working = True
-        # Not on the follower's thread: an engine may take minutes to start, and routers are to hear of the fleet meanwhile.
-        threading.Thread(target=self._replace_lost, name="rws-engine-factory", daemon=True).start()
-
-    def _wanted(self, status: FleetStatus) -> list[str]:
-        lost = [replica.id for replica in status.replicas if replica.lost and replica.replaced_by is None]
-        return [name for name in lost if self._attempts.get(name, 0) < self._max_attempts]
-
-    def _replace_lost(self) -> None:
-        try:
-            while not self._closed and (wanted := self._wanted(self._life.status())):
-                for name in wanted:
-                    self._attempts[name] = self._attempts.get(name, 0) + 1
-                    self._replace(name)
-        except Exception:
-            if not self._closed:
-                logger.exception("no engines could be made in place of lost ones")
-        finally:
-            with self._lock:
-                self._working = False
-
-    def _replace(self, lost: str) -> None:
-        assert self._factory is not None
-        made: list[Any] = []
-        try:
-            made = [self._factory()]
-            new = self._life._replace(lost, made[0], limit_s=self._life._settings.timeouts.heal_s)
-        except Exception:  # the user's factory, or an engine that cannot be attached: tried again with the next one
-            logger.exception("%s was lost, and attempt %d to replace it failed", lost, self._attempts[lost])
-            self.end(made)
-            return
-        logger.info("%s was lost; %s was made in its place", lost, new)
-        self.made({new: made[0]})
-        if self._closed:
-            self.close()
-
-
-def _kill(engines: Sequence[Any]) -> None:
-    for engine in engines:
-        if is_handle(engine):
-            with contextlib.suppress(RayError):  # it is gone already
-                ray.kill(engine)
-
-
-def require_factory(factory: object) -> None:
-    """Raise `ConfigError` unless ``factory`` is a function, or None."""
-    if factory is not None and not callable(factory):
-        raise ConfigError(f"engine_factory must be a function that makes an engine, not {type(factory).__name__}")
 
 
 def serving_enough(status: FleetStatus, num: int | None) -> tuple[ReplicaStatus, ...] | None:

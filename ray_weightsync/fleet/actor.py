@@ -118,10 +118,10 @@ class _CoordinatorActor:
         return await (await self._ready()).repair.heal(*replica_ids, round_id=round_id)
 
     async def sleep(self, level: int) -> None:
-        await (await self._ready()).membership.sleep(level)
+        await (await self._ready()).sleep_mode.sleep(level)
 
     async def wake_up(self, tags: Sequence[str] | None) -> None:
-        await (await self._ready()).membership.wake_up(tags)
+        await (await self._ready()).sleep_mode.wake_up(tags)
 
     async def hand_over(self, identities: Sequence[str], to: str, limit_s: float) -> None:
         await (await self._ready()).hand_over(identities, to=to, limit_s=limit_s)

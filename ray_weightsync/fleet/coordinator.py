@@ -22,10 +22,12 @@ from ray_weightsync.fleet.membership import Membership
 from ray_weightsync.fleet.parts import Parts
 from ray_weightsync.fleet.preflight import look
 from ray_weightsync.fleet.probes import refuse
-from ray_weightsync.fleet.recovery import Reach, Recovery
+from ray_weightsync.fleet.reaching import Reach
+from ray_weightsync.fleet.recovery import Recovery
 from ray_weightsync.fleet.repair import Repair
 from ray_weightsync.fleet.replica import Replica
 from ray_weightsync.fleet.rounds import Rounds
+from ray_weightsync.fleet.sleep_mode import SleepMode
 from ray_weightsync.fleet.snapshots import Stores
 from ray_weightsync.fleet.steps import Timeline
 from ray_weightsync.fleet.values import Settings
@@ -42,7 +44,8 @@ class Coordinator:
         chronicle: What it leaves for a successor.
         rounds: What senders ask for.
         repair: Heals.
-        membership: Joins, leaves, sleep.
+        membership: Joins and leaves.
+        sleep_mode: Puts engines to sleep and wakes them up.
         health: Looks at the fleet between rounds.
 
     Args:
@@ -75,6 +78,7 @@ class Coordinator:
         self.rounds = Rounds(self._parts)
         self.repair = Repair(self._parts, self.rounds)
         self.membership = Membership(self._parts, self.repair)
+        self.sleep_mode = SleepMode(self._parts, self.repair)
         self.health = Health(self._parts, self.repair, is_gone=is_gone)
         self._recovery = Recovery(self._parts, predecessor, reach)
         self._recovering: asyncio.Task[None] | None = None

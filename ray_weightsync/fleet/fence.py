@@ -50,10 +50,11 @@ async def fence_engine(
     channel = replica.engine.channel
     mode = "abort" if release else "keep"
     calls = [
-        Call("mark", limit_s, SET_VERSION, (tombstone,)),
         Call("pause", limit_s, PAUSE, kwargs={"mode": mode, "clear_cache": False}),
+        # After the pause: torn weights have the label already, and of whole ones no token is to carry it.
+        Call("mark", limit_s, SET_VERSION, (tombstone,)),
     ]
-    for call in calls:  # one by one: an engine that cannot be marked is paused all the same
+    for call in calls:  # one by one: an engine that cannot be paused is marked all the same
         if not channel.supports(call.verb):
             continue
         try:

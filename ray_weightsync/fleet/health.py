@@ -91,7 +91,7 @@ class Health:
         except StepFailed as failed:
             gone = failed.failure.kind == "died" and (ENGINE_DEAD in failed.failure.message or await self._is_gone(engine.facts))
             if self._is_fresh(replica, turns) and replica.engine is engine:
-                self._unreached(replica, failed, gone=gone)
+                await self._unreached(replica, failed, gone=gone)
             return
         if self._is_fresh(replica, turns) and replica.engine is engine:
             self._judge(replica, facts)
@@ -101,13 +101,13 @@ class Health:
         turn = self._parts.turn
         return turn.holder is None and turn.taken == turns and replica in self._roster.members
 
-    def _unreached(self, replica: Replica, failed: StepFailed, *, gone: bool) -> None:
+    async def _unreached(self, replica: Replica, failed: StepFailed, *, gone: bool) -> None:
         if failed.failure.kind != "died":
             # A synchronous engine answers between its requests only; an engine that hangs is for the next round's deadlines to find.
             logger.info("%s did not answer a health check: %s", replica.id, failed.failure.message)
             return
         if gone and self._parts.settings.on_failure.auto_heal:
-            self._repair.lose(replica, f"its process is gone: {failed.failure.message}")
+            await self._repair.lose(replica, f"its process is gone: {failed.failure.message}", lives=False)
         elif replica.state is not ReplicaState.QUARANTINED:
             replica.happen(ReplicaEvent.FAIL, error=f"its process is gone: {failed.failure.message}")
             self._roster.changed()

@@ -9,16 +9,14 @@ import asyncio
 import dataclasses
 import logging
 import time
-from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from ray_weightsync.engines.resolve import Engine
-from ray_weightsync.engines.unreached import Unreached
 from ray_weightsync.errors import CallFailure, FleetTorn
 from ray_weightsync.fleet.bring import Bring
 from ray_weightsync.fleet.fence import fence, fence_engine
-from ray_weightsync.fleet.journal import MemberRecord, Outcome, Record, ReplicaRecord, RoundRecord, SnapshotRecord
+from ray_weightsync.fleet.journal import Outcome, Record, RoundRecord, SnapshotRecord
 from ray_weightsync.fleet.putback import put_back
+from ray_weightsync.fleet.reaching import Reach, Reaching
 from ray_weightsync.fleet.replica import Replica
 from ray_weightsync.fleet.reporting import report_of
 from ray_weightsync.fleet.round import Member, RoundLog, RoundSpec
@@ -29,32 +27,17 @@ from ray_weightsync.fleet.steps import Call, StepFailed, Timeline, chain
 from ray_weightsync.fleet.values import Sealed
 from ray_weightsync.fleet.verdicts import aborted, verdict
 from ray_weightsync.protocol.channel import FINISH, INIT, PAUSE
-from ray_weightsync.protocol.fanout import fan_out
-from ray_weightsync.protocol.reading import words
 from ray_weightsync.protocol.threads import in_daemon_thread
 from ray_weightsync.report import ReplicaReport
 from ray_weightsync.weights.plan import Plan
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine
-
     from ray_weightsync.engines.facts import EngineFacts
-    from ray_weightsync.engines.ref import EngineRef
     from ray_weightsync.fleet.parts import Parts
-    from ray_weightsync.protocol.channel import Channel
 
 logger = logging.getLogger(__name__)
 
 PHASE = "recovery"
-QUIET_POLL_S = 0.05
-
-
-class Reach(Protocol):
-    """Reaches an engine again; `ray_weightsync.engines.resolve.resolve` is the real one."""
-
-    def __call__(
-        self, engine: EngineRef, *, limit_s: float, first: Callable[[Channel], Awaitable[None]] | None = None
-    ) -> Coroutine[Any, Any, Engine]: ...
 
 
 class Recovery:
@@ -70,10 +53,9 @@ class Recovery:
         self._parts = parts
         self._roster = parts.roster
         self._timeouts = parts.timeouts
-        self._reach = reach
+        self._reaching = Reaching(reach, parts.timeouts)
+        self._problems = self._reaching.problems
         self._num_bytes = 0
-        self._busy: set[str] = set()
-        self._problems: dict[str, str] = {}
         self._settled: set[str] = set()
         self._record = record
         if record is not None:
@@ -82,13 +64,7 @@ class Recovery:
     @property
     def limit_s(self) -> float:
         """The longest that it may take, in seconds."""
-        return self._reaching_s + self._timeouts.connect_s + self._timeouts.round_s(self._num_bytes)
-
-    @property
-    def _reaching_s(self) -> float:
-        """A call of the coordinator before this one may be under way in the engine, and its worker answers nothing before its end."""
-        timeouts, num_bytes = self._timeouts, self._num_bytes
-        return timeouts.attach_s + max(timeouts.pause_s, timeouts.for_bytes("update", num_bytes), timeouts.for_bytes("finish", num_bytes))
+        return self._reaching.limit_s(self._num_bytes) + self._timeouts.connect_s + self._timeouts.round_s(self._num_bytes)
 
     async def run(self) -> None:
         """Settle what the coordinator before left; nothing if there was none.
@@ -111,7 +87,7 @@ class Recovery:
         at_work = [each for each in (record.committed, record.round and record.round.snapshot) if each]
         kept, plans = await asyncio.gather(self._stores_kept(at_work), self._plans(at_work))
         self._num_bytes = max((plan.num_bytes for plan in plans.values()), default=0)
-        found = await self._found_again(record)
+        found = await self._reaching.found(self._roster.replicas.values(), num_bytes=self._num_bytes)
         await self._parts.claims.follow([self._roster.replicas[name] for name in found])
         snapshots = {each.id: self._snapshot(each, plans[each.plan], kept) for each in at_work if each.plan in plans}
         committed = snapshots.get(record.committed.id) if record.committed else None
@@ -129,19 +105,10 @@ class Recovery:
     # --- what there is ------------------------------------------------------------------------------------------------------
 
     def _succeed(self, record: Record) -> None:
-        replicas = [self._replica(each) for each in record.replicas]
+        replicas = [self._reaching.replica(each) for each in record.replicas]
         self._roster.succeed(replicas, label=record.label, ordinal=record.ordinal, epoch=record.epoch, ordinals=record.ordinals)
         self._parts.chronicle.succeed(record)
         self._roster.changed("recovering")
-
-    def _replica(self, record: ReplicaRecord) -> Replica:
-        name = str(record.ref.id)
-
-        async def reached() -> Channel:
-            return (await self._reach(record.ref, limit_s=self._timeouts.preflight_s)).channel
-
-        engine = Engine(id=name, label=name, channel=Unreached(name, reached), facts=record.facts, ref=record.ref)
-        return Replica(engine, state=ReplicaState(record.state), **record.values)
 
     async def _stores_kept(self, at_work: list[SnapshotRecord]) -> dict[str, str]:
         """Digests of the sealed snapshots that are still there, by slot. Whatever else lies in the stores is given up."""
@@ -176,49 +143,19 @@ class Recovery:
             sealed=sealed,
         )
 
-    # --- who is there -------------------------------------------------------------------------------------------------------
-
-    async def _found_again(self, record: Record) -> dict[str, EngineFacts]:
-        """What each engine tells, once nothing of the coordinator before is under way in it. Who cannot be asked is missing."""
-        asked = {each.id: partial(self._ask, each) for each in self._roster.replicas.values() if each.state is not ReplicaState.RETIRED}
-        outcomes = await fan_out(asked, what=PHASE, limit_s=self._reaching_s + 1, warn_every_s=self._timeouts.warn_every_s)
-        for name, failure in outcomes.failures.items():
-            error = outcomes.errors.get(name)
-            self._problems[name] = words(error) if error is not None else failure.message
-            logger.warning("%s: %s: %s", name, Trace.UNREACHED.value, self._problems[name])
-        return outcomes.answers
-
-    async def _ask(self, replica: Replica) -> EngineFacts:
-        async def first(channel: Channel) -> None:
-            await self._quieten(replica, channel)
-
-        engine = await self._reach(replica.engine.ref, limit_s=self._reaching_s, first=first)
-        replica.engine = dataclasses.replace(engine, id=replica.id)
-        return engine.facts
-
-    async def _quieten(self, replica: Replica, channel: Channel) -> None:
-        """Have the chains of the coordinator before begin no further step, and wait for the steps that they are at."""
-        began = time.monotonic()
-        limit_s = self._reaching_s - self._timeouts.attach_s
-        while await channel.halt_chains():
-            if time.monotonic() - began > limit_s:
-                self._busy.add(replica.id)
-                replica.left_unanswered(asyncio.ensure_future(_quiet(channel)))
-                raise TimeoutError(f"a call of the coordinator before is still under way in it after {limit_s:.1f} s")
-            await asyncio.sleep(QUIET_POLL_S)
-
     # --- the round that was in progress -------------------------------------------------------------------------------------
 
     async def _settle(self, round_: RoundRecord, found: dict[str, EngineFacts], snapshot: Snapshot | None) -> bool:
         """Carry the round to an end on each of its members. Returns whether somebody serves its version now."""
         members = {name: each for name, each in round_.members.items() if self._is_member(name)}
-        traces = {name: self._trace(name, each, round_, found) for name, each in members.items()}
+        label, busy = round_.snapshot.label, self._reaching.busy
+        traces = {name: Trace.BUSY if name in busy else trace(found.get(name), each, round_.id, label) for name, each in members.items()}
         spec = self._spec(round_, snapshot)
         asking = [name for name, each in traces.items() if each in (Trace.OPEN, Trace.CLOSED)]
         answers = await asyncio.gather(*(self._asked(self._roster.replicas[name], traces[name], spec, snapshot) for name in asking))
         traces.update(zip(asking, answers, strict=True))
         ends = endings(traces, members, all_or_none=round_.all_or_none)
-        logger.warning("round %s, version %s: %s", round_.id, spec.label, ", ".join(f"{name}: {end.value}" for name, end in ends.items()))
+        logger.warning("round %s, version %s: %s", round_.id, label, ", ".join(f"{name}: {end.value}" for name, end in ends.items()))
         runs = [self._end(Bring(spec, [], _nothing), name, ends[name], traces[name], round_) for name in ends]
         reports = dict(zip(ends, await asyncio.gather(*runs), strict=True))
         serving = [name for name, end in ends.items() if end is Ending.COMMIT and self._roster.replicas[name].whole]
@@ -231,11 +168,6 @@ class Recovery:
     def _is_member(self, name: str) -> bool:
         replica = self._roster.replicas.get(name)
         return replica is not None and replica.state is not ReplicaState.RETIRED
-
-    def _trace(self, name: str, member: MemberRecord, round_: RoundRecord, found: dict[str, EngineFacts]) -> Trace:
-        if name in self._busy:
-            return Trace.BUSY
-        return trace(found.get(name), member, round_.id, round_.snapshot.label)
 
     def _spec(self, round_: RoundRecord, snapshot: Snapshot | None) -> RoundSpec:
         settings = self._parts.settings
@@ -358,17 +290,9 @@ class Recovery:
                 replica.forget_incarnation()
             if stands is Standing.FENCED and facts is not None:
                 replica.version, replica.fenced_by_us = None, True
-                fences.append(self._fence(replica, str(facts.version)))
+                tombstone, release = str(facts.version), self._parts.settings.on_failure.release_requests
+                fences.append(fence_engine(replica, tombstone, limit_s=self._timeouts.resume_s, release=release, timeline=Timeline()))
         await asyncio.gather(*fences)
-
-    async def _fence(self, replica: Replica, tombstone: str) -> None:
-        release = self._parts.settings.on_failure.release_requests
-        await fence_engine(replica, tombstone, limit_s=self._timeouts.resume_s, release=release, timeline=Timeline())
-
-
-async def _quiet(channel: Channel) -> None:
-    while await channel.halt_chains():
-        await asyncio.sleep(1.0)
 
 
 async def _nothing() -> dict[str, Any]:

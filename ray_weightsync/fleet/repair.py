@@ -36,6 +36,7 @@ class Repair:
         self._parts = parts
         self._rounds = rounds
         self._roster = parts.roster
+        self._said = ""
 
     @property
     def longest_turn_s(self) -> float:
@@ -43,6 +44,17 @@ class Repair:
         committed, timeouts = self._parts.staging.committed, self._parts.timeouts
         num_bytes = committed.plan.num_bytes if committed is not None else 0
         return timeouts.staging_s(num_bytes) + timeouts.round_s(num_bytes)
+
+    async def turn(self, what: str) -> str:
+        """Wait for the turn, for something that is no round; and say who has it.
+
+        Raises:
+            RoundAborted: if a round does not end.
+        """
+        holder = f"{what}-{uuid.uuid4().hex}"
+        await self._parts.turn.take(holder, busy="wait", limit_s=self.longest_turn_s)
+        self._roster.changed(what)
+        return holder
 
     async def heal(self, *replica_ids: str, round_id: str | None = None) -> SyncReport:
         """Bring replicas to the committed snapshot, in a turn of their own; the others are not touched.
@@ -78,9 +90,11 @@ class Repair:
         policy = self._parts.settings.on_failure
         if not policy.auto_heal or self._parts.turn.holder is not None:
             return
-        for replica in self._roster.members:
-            if replica.state in AILING and (why := hopeless(replica, max_heals=policy.max_heals)) is not None:
-                self.lose(replica, why)
+        for replica in [each for each in self._roster.members if each.state in AILING]:
+            if (why := never_again(replica)) is not None:
+                await self.lose(replica, why, lives=False)
+            elif (why := healed_enough(replica, max_heals=policy.max_heals)) is not None:
+                await self.lose(replica, why, lives=True)
         if self._parts.staging.committed is None or not self._can_be_healed():
             return
         counts: dict[str, int] = {}
@@ -93,19 +107,28 @@ class Repair:
         try:
             await self._heal(pick, busy="raise")
         except (RoundAborted, ReplicasLost, FleetTorn) as error:
-            if counts:
+            if counts or (error.phase == "heal" and str(error) != self._said):  # a lost snapshot stays lost: said once
+                self._said = str(error)
                 logger.error("%s", error)
         finally:
             # Also one that was healed is counted: only a sender's round that it gets through proves that it is well.
             for name, count in counts.items():
                 self._roster.replicas[name].heals = count + 1
 
-    def lose(self, replica: Replica, why: str) -> None:
-        """Retire a replica that cannot be healed; a new engine is wanted in its place. Not while somebody else has the turn."""
-        if replica.state is not ReplicaState.QUARANTINED:
-            replica.happen(ReplicaEvent.FAIL, error=why)
-        replica.happen(ReplicaEvent.RETIRE, error=why)
+    async def lose(self, replica: Replica, why: str, *, lives: bool) -> None:
+        """Give up a replica that cannot be healed; a new engine is wanted in its place. Nothing is done while somebody has the turn.
+
+        It is retired, unless its engine lives and it is the last one of the session: a round may yet bring that one back.
+        """
+        if self._parts.turn.holder is not None or replica not in self._roster.members or (lives and replica.lost):
+            return
         replica.lost = True
+        if not lives or self._roster.members != [replica]:
+            if replica.state is not ReplicaState.QUARANTINED:
+                replica.happen(ReplicaEvent.FAIL, error=why)
+            replica.happen(ReplicaEvent.RETIRE, error=why)
+            await self._parts.claims.release([replica])
+        logger.warning("%s is given up: %s", replica.id, why)
         self._roster.changed()
 
     def _can_be_healed(self) -> list[Replica]:
@@ -119,7 +142,7 @@ class Repair:
         self._roster.round_id = log.round_id
         try:
             await self._parts.staging.settled()
-            snapshot = self._snapshot()
+            snapshot = await self._snapshot()
             self._roster.changed("heal")
             replicas = [each for each in pick() if each in self._roster.members]  # some may have left while this waited
             report = self._told(snapshot, log, await self._each(snapshot, log, replicas))
@@ -131,13 +154,21 @@ class Repair:
         finally:
             self._parts.end_turn(log.round_id)
 
-    def _snapshot(self) -> Snapshot:
-        committed = self._parts.staging.committed
+    async def _snapshot(self) -> Snapshot:
+        staging = self._parts.staging
+        committed = staging.committed
         if committed is None:
             raise RoundAborted(
                 f"Nothing changed: {self._roster.serves()}. No version was committed in this session, so there is nothing to heal from.",
                 phase="heal",
                 hint="send_weights: it brings every replica that answers to the new version",
+            )
+        if (why := await staging.why_unreadable(committed)) is not None:
+            raise RoundAborted(
+                f"Nothing changed: {self._roster.serves()}. The snapshot of version {committed.label} is lost, so nobody can be healed.",
+                phase="heal",
+                engine_message=why,
+                hint="send_weights: the next version makes a new snapshot, and brings every replica that answers to it",
             )
         return committed
 
@@ -174,15 +205,20 @@ class Repair:
         return report
 
 
-def hopeless(replica: Replica, *, max_heals: int) -> str | None:
-    """Why a replica that does not serve is not worth another repair, or None. Pure."""
-    if not replica.engine.facts.in_step:
-        return f"its workers' replies are out of step ({replica.engine.facts.step_problem}); only a new engine in its place helps"
-    if replica.heals >= max_heals and not replica.probe_failed:
-        return f"healed {replica.heals} times without a round that it got through; last: {replica.error}"
-    return None
+def never_again(replica: Replica) -> str | None:
+    """Why a replica can never be healed, or None. Pure."""
+    if replica.engine.facts.in_step:
+        return None
+    return f"its workers' replies are out of step ({replica.engine.facts.step_problem}); only a new engine in its place helps"
+
+
+def healed_enough(replica: Replica, *, max_heals: int) -> str | None:
+    """Why a replica is not worth another repair that nobody asked for, or None. Pure."""
+    if replica.heals < max_heals or replica.probe_failed:
+        return None
+    return f"healed {replica.heals} times without a round that it got through; last: {replica.error}"
 
 
 def may_be_healed_unasked(replica: Replica) -> bool:
     """Whether a replica that does not serve can be healed now, and nothing says that this would be in vain. Pure."""
-    return not (replica.asleep or replica.unanswered or replica.probe_failed)
+    return not (replica.asleep or replica.unanswered or replica.probe_failed or replica.lost)

@@ -37,7 +37,7 @@ class Replica:
         heals: How often it was healed without being asked since it last took part in a sender's round.
         probe_failed: The user's own probe refused its outputs; it is not healed without being asked.
         asleep_tags: What this session put to sleep and nobody has woken up since: of ``"weights"`` and ``"kv_cache"``.
-        lost: It was retired because it cannot be healed, not because its user let it go.
+        lost: It was given up because it cannot be healed, not because its user let it go.
         replaced_by: Id of the replica that took its place.
         taken_by: Name of the session that has its engine now.
         unanswered: Calls that missed their deadline and may still come back.
@@ -100,7 +100,7 @@ class Replica:
         if event in (ReplicaEvent.START, ReplicaEvent.FAIL):
             self.attested = False
         if event is ReplicaEvent.COMMIT:
-            self.heals, self.probe_failed = 0, False
+            self.heals, self.probe_failed, self.lost = 0, False, False
         self.error = error if event in (ReplicaEvent.FAIL, ReplicaEvent.RETIRE) else None
         if before is not self.state:
             logger.info("%s: %s -> %s%s", self.id, before.value, self.state.value, f" ({error})" if error else "")
@@ -141,4 +141,5 @@ class Replica:
             asleep=self.asleep,
             lost=self.lost,
             replaced_by=self.replaced_by,
+            taken_by=self.taken_by,
         )

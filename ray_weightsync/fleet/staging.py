@@ -117,6 +117,7 @@ class Staging:
         self._notes: list[str] = []
         self._ahead: _Ahead | None = None
         self._keeping: asyncio.Future[None] | None = None
+        self._unkept: Snapshot | None = None
 
     def get(self, snapshot_id: str) -> Snapshot | None:
         """The snapshot, unless it was committed or freed."""
@@ -237,6 +238,17 @@ class Staging:
         except Exception:  # the engines hold the version whatever becomes of the store; the next report says what it costs
             logger.exception("the store could not keep version %s", snapshot.label)
             self._notes.append(f"the snapshot store did not keep version {snapshot.label}; nothing could be repaired from it")
+            self._unkept = snapshot
+
+    async def why_unreadable(self, snapshot: Snapshot) -> str | None:
+        """Why the bytes of a committed snapshot can be had no more, or None. A replica cannot help it."""
+        if snapshot is self._unkept:
+            return "its store did not keep it"
+        try:
+            await self.probe(snapshot.node_id)
+        except StepFailed as failed:
+            return str(failed)
+        return None if self._stores.identity(snapshot.node_id) == snapshot.store else "its store died, and another one is in its place"
 
     async def settled(self) -> None:
         """Wait until the store knows which snapshot is the committed one."""

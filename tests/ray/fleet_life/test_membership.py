@@ -99,8 +99,8 @@ def test_what_cannot_be_added_is_refused_and_the_fleet_stays_as_it_is(start_flee
         fleet.sync.add(fleet.engines[0])
     with pytest.raises(rws.ConfigError, match="engine_factory"):
         fleet.sync.add()
+    fleet.sync.remove("r0")
     with pytest.raises(rws.ConfigError, match="last replica"):
-        fleet.sync.remove("r0")
         fleet.sync.remove("r1")
     with pytest.raises(rws.WeightSyncError, match="1 replicas serve, 2 were waited for"):
         fleet.sync.wait_serving(2, timeout_s=0.1)
@@ -169,6 +169,34 @@ def test_the_colocated_cycle_with_sleep_leaves_the_kv_cache_to_the_user(start_fl
     fleet.sync.wake_up(["kv_cache"])
     assert len(fleet.sync.serving()) == 2
     assert fleet.serve(second)
+
+
+def test_an_engine_that_its_owner_put_to_sleep_with_its_weights_awake_is_left_as_found(start_fleet: StartFleet) -> None:
+    fleet = start_fleet(2, timeouts=QUICK)
+    fleet.sync.send_weights(make_module(), version=1)
+    owned = fleet.engines[1]
+    ray.get(owned.sleep.remote(1), timeout=LIMIT_S)
+    ray.get(owned.wake_up.remote(["weights"]), timeout=LIMIT_S)
+    until(fleet, lambda status: status.serving == ("r0",))
+    module = make_module()
+    assert fleet.sync.send_weights(module, version=2).committed == ("r0", "r1")
+    assert fleet.paused() == [False, True]
+    assert [each.id for each in fleet.sync.serving()] == ["r0"]
+    ray.get(owned.wake_up.remote(["kv_cache"]), timeout=LIMIT_S)
+    fleet.sync.wait_serving(2, timeout_s=LIMIT_S)
+    assert fleet.serve(module)
+
+
+def test_a_spawned_engine_that_another_session_took_over_is_not_ended_by_the_first() -> None:
+    sync = rws.WeightSync.spawn(rws.TorchEngineSpec(make_module, num_replicas=2), timeouts=QUICK)
+    with sync, rws.WeightSync.attach(sync.engines[:1], take_over=True) as second:
+        taken = until(Fleet(list(sync.engines), sync), lambda status: states(status)["r0"] == "RETIRED")
+        assert taken.replicas[0].taken_by == second.name
+        module = make_module()
+        second.send_weights(module, version=1)
+        sync.close()
+        assert Fleet(list(sync.engines[:1]), second).serve(module)
+        ray.kill(sync.engines[0])
 
 
 def test_a_view_tells_how_old_an_output_is_and_goes_on_with_a_successor_of_the_coordinator(start_fleet: StartFleet) -> None:

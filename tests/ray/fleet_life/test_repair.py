@@ -101,7 +101,8 @@ def test_an_engine_that_ray_restarted_behind_its_handle_does_not_serve_until_it_
         assert fleet.serve(module)
         assert fleet.versions() == ["1", "1"]
     else:
-        status = until(fleet, lambda status: status.serving == ("r0",) and "restarted" in str(status.replicas[1].error))
+        status = until(fleet, lambda status: status.serving == ("r0",) and status.replicas[1].incarnation != before["r1"])
+        assert "restarted" in str(status.replicas[1].error)
         assert states(status)["r1"] == "QUARANTINED"
         assert fleet.sync.heal().committed == ("r1",)
         assert fleet.serve(module)

@@ -7,14 +7,17 @@ import os
 import select
 import shutil
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 import torch
 
+from ray_weightsync.transports.host.actor import Keepers
 from ray_weightsync.transports.host.actor import start_store as start_store_async
 from ray_weightsync.transports.host.layout import NoRoomError, SlotError
 from ray_weightsync.transports.host.receiver import HostReceiver
@@ -175,3 +178,55 @@ def test_a_store_that_is_not_ready_in_time_is_named_and_killed(node_id: str, dir
 def test_a_node_that_is_not_there_is_an_error_and_no_wait(ray_cluster: str, directory: str) -> None:
     with pytest.raises(ray.exceptions.ActorUnschedulableError):
         start_store("a" * 56, session="goodsession", directory=directory, num_slots=2, limit_s=LIMIT_S)
+
+
+class Mortal:
+    """A process that is gone as soon as a file of that name is there."""
+
+    def __init__(self, grave: str) -> None:
+        self.grave = grave
+
+    @property
+    def is_gone(self) -> bool:
+        return os.path.exists(self.grave)
+
+    def die(self) -> None:
+        open(self.grave, "x").close()
+
+
+def named_store(node_id: str, directory: str, keepers: Keepers) -> tuple[Any, str]:
+    name = f"store:{uuid.uuid4().hex}"
+    session = uuid.uuid4().hex[:16]
+    options = {"name": name, "namespace": "tests", "keepers": keepers}
+    return start_store(node_id, session=session, directory=directory, num_slots=2, limit_s=LIMIT_S, **options), name
+
+
+def test_a_store_of_a_session_that_is_over_ends_itself(node_id: str, directory: str, tmp_path: Path) -> None:
+    coordinator, owner = Mortal(f"{tmp_path}/coordinator"), Mortal(f"{tmp_path}/owner")
+    store, name = named_store(node_id, directory, Keepers(coordinator=coordinator, owner=owner))
+    pid = get(store.stats.remote()).janitor_pid
+    owner.die()
+    coordinator.die()
+    wait_gone(pid)
+    assert os.listdir(directory) == []
+    deadline = time.monotonic() + LIMIT_S
+    while name in [each["name"] for each in ray.util.list_named_actors(all_namespaces=True)]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_store_outlives_its_coordinator_and_belongs_to_the_next_one(node_id: str, directory: str, tmp_path: Path) -> None:
+    dead, owner, successor = (Mortal(f"{tmp_path}/{each}") for each in ("dead", "owner", "successor"))
+    store, name = named_store(node_id, directory, Keepers(coordinator=dead, owner=owner))
+    with SlotWriter() as writer:
+        kept, other = (stage(store, writer, WEIGHTS) for _ in range(2))
+    dead.die()
+    found = ray.get_actor(name, namespace="tests")
+    node, _, digests = get(found.adopt.remote(Keepers(coordinator=successor, owner=owner), [kept]))
+    assert (node, list(digests)) == (node_id, [kept])
+    assert get(found.discard.remote(other)) is False
+    pid = get(found.stats.remote()).janitor_pid
+    owner.die()  # the successor's to notice
+    successor.die()
+    wait_gone(pid)
+    assert os.listdir(directory) == []

@@ -1,7 +1,7 @@
-"""A program that owns a session, to be killed: ``python -m tests.ray.life.driver ADDRESS NAME ENGINES WHAT``. It says what it is at on stdout.
+"""A program that owns a session, to be killed: ``python -m tests.ray.life.driver ADDRESS NAME ENGINES WHAT``.
 
-``WHAT`` is a phase at which replica r0 is slow in the round of version 2, ``"staging"`` for a source that does not come to an end, or
-``"idle"``.
+It says on stdout what it is at. ``WHAT`` is a phase at which the first replica is slow in the round of version 2, ``"staging"`` for a
+source that does not come to an end, or ``"idle"``.
 """
 
 from __future__ import annotations

@@ -74,7 +74,9 @@ def test_killed_at_a_call_of_one_replica_it_is_succeeded_and_the_next_round_brin
     assert fleet.serve(modules["3"])
 
 
-def test_killed_while_engines_read_behind_the_sender_nothing_torn_serves_and_the_next_round_brings_all_back(start_fleet: StartFleet) -> None:
+def test_killed_while_engines_read_behind_the_sender_nothing_torn_serves_and_the_next_round_brings_all_back(
+    start_fleet: StartFleet,
+) -> None:
     fleet = start_fleet(2, transport=rws.Host(overlap=True, bucket_bytes=4096), on_failure=rws.FailurePolicy(auto_heal=False))
     modules = {str(version): make_module() for version in (1, 2, 3)}
     fleet.sync.send_weights(modules["1"], version=1)

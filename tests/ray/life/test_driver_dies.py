@@ -32,7 +32,8 @@ class Driver:
         self.name = f"driven-{uuid.uuid4().hex[:8]}"
         self.ids = [f"{self.name}-e{index}" for index in range(2)]
         self.engines = [rws.TorchEngine.options(name=each).remote(make_module) for each in self.ids]
-        command = [sys.executable, "-m", "tests.ray.life.driver", ray.get_runtime_context().gcs_address, self.name, ",".join(self.ids), what]
+        address = ray.get_runtime_context().gcs_address
+        command = [sys.executable, "-m", "tests.ray.life.driver", address, self.name, ",".join(self.ids), what]
         self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
         self._lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)

@@ -89,7 +89,13 @@ class FakeEngine(StepByStep):
         self.asleep: set[str] = set()
         self.unfinished = 0
         self.sleeps = True
+        self.under_way = 0
+        """Chains of somebody else's in it."""
         self._received: dict[str, Any] | None = None
+
+    async def halt_chains(self) -> int:
+        self.calls.append("halt")
+        return self.under_way
 
     pausable = True
 
@@ -218,9 +224,11 @@ class FakeStores:
         self.closed = False
         self.refuse_seal = False
         self.full = False
+        self.dead = False
+        self.started = 0
 
     def identity(self, node_id: str) -> str:
-        return node_id
+        return f"{node_id}-{self.started}" if self.started else node_id
 
     async def open_slot(
         self, node_id: str, *, snapshot: str, plan_digest: str, num_bytes: int, overlap: bool, limit_s: float
@@ -244,6 +252,8 @@ class FakeStores:
         del self.open[snapshot]
 
     async def probe(self, node_id: str, *, limit_s: float) -> dict[str, Any]:
+        if self.dead:
+            raise RuntimeError("the store's actor is dead")
         return {"nonce": "n"}
 
     async def recover(self, slots: Any, *, limit_s: float) -> dict[str, str]:
@@ -365,7 +375,7 @@ class FakeFleet:
         return Engine(id=str(engine.id), label=str(engine.id), channel=channel, facts=facts, ref=engine)
 
     async def kill_coordinator(self) -> None:
-        """End whatever the coordinator is doing. What its tasks do in their last moment reaches nobody: a process that is killed does nothing."""
+        """End whatever the coordinator is doing. A process that is killed does nothing more: what its tasks still do reaches nobody."""
         dead = self.coordinator
         dead.chronicle.journal, dead._parts.staging._stores = FakeJournal(), FakeStores()
         tasks = asyncio.all_tasks() - self._others

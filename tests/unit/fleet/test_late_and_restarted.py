@@ -140,7 +140,7 @@ def test_a_label_that_lands_after_its_replica_was_fenced_is_replaced_by_the_tomb
         with pytest.raises(ReplicasLost):
             await fleet.send(1)
         gate.set()
-        while not late.version.startswith("!rws:") or late.calls[-1] != "pause":
+        while not late.version.startswith("!rws:") or late.calls[-1] != "mark":
             await asyncio.sleep(0)
         assert late.paused
 

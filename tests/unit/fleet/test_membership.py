@@ -292,15 +292,15 @@ class TestSleep:
     def test_level_1_takes_the_fleet_out_of_the_serving_set_and_waking_brings_it_back_with_its_weights(self) -> None:
         async def story() -> None:
             fleet = await served()
-            await fleet.coordinator.membership.sleep(1)
+            await fleet.coordinator.sleep_mode.sleep(1)
             status = fleet.coordinator.status()
             assert status.serving == ()
             assert [(each.state, each.asleep, each.version, each.attested) for each in status.replicas] == [
                 ("SERVING", True, "1", True)
             ] * 2
-            await fleet.coordinator.membership.wake_up(["weights"])
+            await fleet.coordinator.sleep_mode.wake_up(["weights"])
             assert fleet.coordinator.status().serving == ()
-            await fleet.coordinator.membership.wake_up(["kv_cache"])
+            await fleet.coordinator.sleep_mode.wake_up(["kv_cache"])
             assert fleet.coordinator.status().serving == ("r0", "r1")
             assert [engine.weights for engine in fleet.engines] == [fleet.sent["1"]] * 2
             assert all(replica(fleet, name).attested for name in ("r0", "r1"))
@@ -312,13 +312,13 @@ class TestSleep:
         async def story() -> None:
             fleet = await served(1)
             fleet.engines[0].sleeps = False
-            await fleet.coordinator.membership.sleep(1)
+            await fleet.coordinator.sleep_mode.sleep(1)
             await fleet.coordinator.health.check()
             assert fleet.coordinator.status().serving == ()
             if woken_by == "us":
-                await fleet.coordinator.membership.wake_up(["weights"])
+                await fleet.coordinator.sleep_mode.wake_up(["weights"])
                 assert fleet.coordinator.status().serving == ()
-                await fleet.coordinator.membership.wake_up(["kv_cache"])
+                await fleet.coordinator.sleep_mode.wake_up(["kv_cache"])
             else:
                 fleet.engines[0].paused = False
                 await fleet.coordinator.health.check()
@@ -329,12 +329,12 @@ class TestSleep:
     def test_after_level_2_the_colocated_cycle_brings_new_weights_and_leaves_the_kv_cache_asleep(self) -> None:
         async def story() -> None:
             fleet = await served()
-            await fleet.coordinator.membership.sleep(2)
+            await fleet.coordinator.sleep_mode.sleep(2)
             assert all(engine.version.startswith("!rws:") for engine in fleet.engines), "no valid label without weights"
             assert [each.state for each in fleet.coordinator.status().replicas] == ["QUARANTINED"] * 2
             await fleet.coordinator.health.check()
             assert [each.state for each in fleet.coordinator.status().replicas] == ["QUARANTINED"] * 2, "who sleeps is not healed"
-            await fleet.coordinator.membership.wake_up(["weights"])
+            await fleet.coordinator.sleep_mode.wake_up(["weights"])
             fleet.forget_calls()
             report = await fleet.send(2)
             assert report.committed == ("r0", "r1")
@@ -342,7 +342,7 @@ class TestSleep:
             for engine in fleet.engines:
                 assert "resume" not in engine.calls
                 assert engine.paused
-            await fleet.coordinator.membership.wake_up(["kv_cache"])
+            await fleet.coordinator.sleep_mode.wake_up(["kv_cache"])
             assert fleet.coordinator.status().serving == ("r0", "r1")
             assert [(engine.version, engine.paused) for engine in fleet.engines] == [("2", False)] * 2
 
@@ -351,8 +351,8 @@ class TestSleep:
     def test_fully_woken_after_level_2_it_does_not_run_before_it_was_healed(self) -> None:
         async def story() -> None:
             fleet = await served()
-            await fleet.coordinator.membership.sleep(2)
-            await fleet.coordinator.membership.wake_up(None)
+            await fleet.coordinator.sleep_mode.sleep(2)
+            await fleet.coordinator.sleep_mode.wake_up(None)
             assert all(engine.paused and engine.version.startswith("!rws:") for engine in fleet.engines)
             report = await fleet.coordinator.repair.heal()
             assert report.committed == ("r0", "r1")
@@ -363,7 +363,7 @@ class TestSleep:
     def test_a_round_while_the_weights_sleep_is_refused_and_nobody_is_touched(self) -> None:
         async def story() -> None:
             fleet = await served()
-            await fleet.coordinator.membership.sleep(1)
+            await fleet.coordinator.sleep_mode.sleep(1)
             fleet.forget_calls()
             with pytest.raises(RoundAborted, match="sleeps without its weights"):
                 await fleet.send(2)
@@ -406,11 +406,11 @@ class TestSleep:
             await fleet.coordinator.health.check()
             fleet.engines[0].faults["sleep"] = "raise"
             with pytest.raises(WeightSyncError, match="made to fail in sleep") as caught:
-                await fleet.coordinator.membership.sleep(2)
+                await fleet.coordinator.sleep_mode.sleep(2)
             assert caught.value.replicas == ("r0",)
             assert (fleet.engines[0].version, state(fleet, "r0")) == ("1", "SERVING"), "it has its weights still"
             assert state(fleet, "r1") == "QUARANTINED"
-            await fleet.coordinator.membership.wake_up(None)
+            await fleet.coordinator.sleep_mode.wake_up(None)
 
         run(story)
 
@@ -419,7 +419,7 @@ class TestSleep:
         async def story() -> None:
             fleet = await FakeFleet(1).attach()
             with pytest.raises(ConfigError, match="level"):
-                await fleet.coordinator.membership.sleep(level)
+                await fleet.coordinator.sleep_mode.sleep(level)
 
         run(story)
 

@@ -194,6 +194,55 @@ class TestUnasked:
 
         run(story)
 
+    def test_the_last_replica_is_given_up_too_but_not_retired_so_a_round_may_bring_it_back(self) -> None:
+        async def story() -> None:
+            fleet = await FakeFleet(1, on_failure=FailurePolicy(max_heals=1)).attach()
+            await fleet.send(1)
+            fleet.engines[0].faults["update"] = "raise"
+            with pytest.raises(FleetTorn):
+                await fleet.send(2)
+            fleet.engines[0].faults["start"] = "raise"
+            for _ in range(3):
+                await fleet.coordinator.health.check()
+            assert (state(fleet, "r0"), replica(fleet, "r0").lost, replica(fleet, "r0").heals) == ("QUARANTINED", True, 1)
+            assert (await fleet.send(3)).committed == ("r0",)
+            assert not replica(fleet, "r0").lost
+
+        run(story)
+
+    def test_the_last_replica_is_retired_when_its_process_is_gone(self) -> None:
+        async def story() -> None:
+            fleet = await FakeFleet(1).attach()
+            await fleet.send(1)
+            fleet.engines[0].dead = True
+            await fleet.coordinator.health.check()
+            assert state(fleet, "r0") == "RETIRED"
+            assert not fleet.keys.keys("claim:"), "nor is it claimed any more"
+
+        run(story)
+
+    @pytest.mark.parametrize("store", ["dead", "another", "forgetful"])
+    def test_a_snapshot_that_is_lost_costs_no_replica_a_try_and_is_named(self, store: str) -> None:
+        async def story() -> None:
+            fleet = await with_one_fenced()
+            if store == "dead":
+                fleet.stores.dead = True
+            elif store == "another":
+                fleet.stores.started = 1
+            else:
+                fleet.coordinator._parts.staging._unkept = fleet.coordinator._parts.staging.committed
+            for _ in range(5):
+                await fleet.coordinator.health.check()
+            assert (state(fleet, "r1"), replica(fleet, "r1").heals) == ("QUARANTINED", 0)
+            assert "start" not in fleet.engines[1].calls
+            with pytest.raises(RoundAborted, match="snapshot of version 1 is lost"):
+                await fleet.coordinator.repair.heal()
+            fleet.stores.dead = False
+            await fleet.send(2)
+            assert fleet.coordinator.status().serving == ("r0", "r1", "r2")
+
+        run(story)
+
     def test_max_heals_of_zero_gives_up_at_once(self) -> None:
         async def story() -> None:
             fleet = await with_one_fenced(on_failure=FailurePolicy(max_heals=0))

@@ -10,7 +10,7 @@ import pytest
 from ray_weightsync.config import FailurePolicy, Host, Timeouts
 from ray_weightsync.errors import FleetTorn, ReplicasLost, RoundAborted, WeightSyncError
 from ray_weightsync.report import SyncReport
-from tests.unit.fleet.fakes import FakeEngine, FakeFleet, plan_of, sealed
+from tests.unit.fleet.fakes import QUICK, FakeEngine, FakeFleet, plan_of, sealed
 from tests.unit.fleet.test_rounds import run
 
 PHASES = ("see", "plan", "pause", "mark", "start", "update", "finish", "outcome", "commit", "cache", "resume")
@@ -21,8 +21,6 @@ PATIENT = Timeouts(**{f"{phase}_s": 5 for phase in ("preflight", "pause", "start
 
 def fleet_of(num_engines: int, **settings: Any) -> FakeFleet:
     return FakeFleet(num_engines, **{"on_failure": NO_HEALING, "timeouts": PATIENT, **settings})
-
-
 
 
 def check(fleet: FakeFleet) -> None:
@@ -186,6 +184,48 @@ def test_one_that_died_or_restarted_with_the_coordinator_is_named_and_never_coun
     run(story)
 
 
+def test_one_in_which_a_call_of_the_dead_one_goes_on_is_waited_for() -> None:
+    async def story() -> None:
+        fleet = await fleet_of(2).attach()
+        await fleet.send(1)
+        fleet.engines[0].under_way = 1
+        killed = asyncio.create_task(killed_in("finish", at=(0, 1), fleet=fleet))
+        fleet._others.add(killed)  # it is no part of the coordinator's
+        while fleet.engines[0].calls.count("halt") < 3:
+            await asyncio.sleep(0.01)
+        assert fleet.coordinator.status().phase == "recovering"
+        fleet.engines[0].under_way = 0
+        _, round_id = await killed
+        assert isinstance(await outcome_of(fleet, round_id), SyncReport)
+        check(fleet)
+
+    run(story)
+
+
+def test_one_that_does_not_come_to_rest_is_fenced_when_it_does_and_the_others_go_on() -> None:
+    async def story() -> None:
+        fleet = await fleet_of(2, timeouts=QUICK).attach()
+        await fleet.send(1)
+        busy = fleet.engines[0]
+        busy.under_way = 1
+        _, round_id = await killed_in("resume", at=(1,), fleet=fleet)
+        assert isinstance(await outcome_of(fleet, round_id), ReplicasLost)
+        status = fleet.coordinator.status()
+        assert status.serving == ("r1",)
+        assert "still under way" in str(status.replicas[0].error)
+        assert busy.version == "2"  # not touched yet
+        busy.under_way = 0
+        while not busy.paused:
+            await asyncio.sleep(0.01)
+        assert busy.version.startswith("!rws:")
+        while fleet.coordinator._roster.replicas["r0"].unanswered:
+            await asyncio.sleep(0.01)
+        assert (await fleet.coordinator.repair.heal()).committed == ("r0",)
+        check(fleet)
+
+    run(story)
+
+
 def test_between_rounds_nothing_of_the_engines_is_changed() -> None:
     async def story() -> None:
         fleet = await fleet_of(2).attach()
@@ -195,7 +235,7 @@ def test_between_rounds_nothing_of_the_engines_is_changed() -> None:
         fleet.forget_calls()
         await fleet.succeed()
         after = fleet.coordinator.status()
-        assert [engine.calls for engine in fleet.engines] == [["inspect"], ["inspect"]]
+        assert [engine.calls for engine in fleet.engines] == [["halt", "inspect"], ["halt", "inspect"]]
         assert (after.version, after.ordinal, after.ordinals) == (before.version, before.ordinal, before.ordinals)
         assert after.replicas == before.replicas
         assert (await fleet.send(2)).ordinal == 2

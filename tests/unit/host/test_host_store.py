@@ -396,3 +396,21 @@ def test_names_are_never_used_twice(store: SnapshotStore) -> None:
         names.append(address["name"])
         store.discard(address["snapshot"])
     assert store.stats().allocated == len(set(names)) == store.stats().slots + store.stats().dropped
+
+
+# -- another coordinator -------------------------------------------------------------------------------------------------------
+
+
+def test_a_successor_keeps_the_sealed_snapshots_that_it_knows_and_no_other(store: SnapshotStore, stage: Any) -> None:
+    (committed, digest), (sealed, other), (unknown, _) = (stage.sealed(store, seed) for seed in range(3))
+    store.mark_committed(committed)
+    writing = stage.opened(store)
+    assert store.keep_only([committed, sealed, writing["snapshot"]]) == {committed: digest, sealed: other}
+    for gone in (unknown, writing["snapshot"]):
+        with pytest.raises(SlotError, match="has no slot"):
+            store.address(gone)
+    with pytest.raises((SlotError, FileNotFoundError)):
+        stage.write(writing, 4)  # its writer finds out
+    assert store.keep_only([committed]) == {committed: digest}
+    assert store.stats().committed == committed
+    assert store.stats().in_use == 1

@@ -1,0 +1,112 @@
+"""New engines in place of lost ones: once each, not for ever, and never on the thread that tells of changes."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ray_weightsync.errors import ConfigError
+from ray_weightsync.follower import nothing_known
+from ray_weightsync.replacer import Replacer
+from ray_weightsync.report import FleetStatus, ReplicaStatus
+from tests.unit.test_view import replica
+
+LIMIT_S = 10
+
+
+class Session:
+    """Stands for a session whose coordinator knows these replicas."""
+
+    def __init__(self, *replicas: ReplicaStatus) -> None:
+        self.replicas = {each.id: each for each in replicas}
+        self.refuses = 0
+
+    def status(self) -> FleetStatus:
+        return replace(nothing_known("s"), replicas=tuple(self.replicas.values()))
+
+    def replace_lost(self, name: str, engine: Any) -> str:
+        if self.refuses:
+            self.refuses -= 1
+            raise RuntimeError("it is no engine")
+        self.replicas[name] = replace(self.replicas[name], replaced_by=engine)
+        return str(engine)
+
+
+class Factory:
+    """Makes "e1", "e2", ...; waits at ``gate`` if there is one, and raises the first ``failures`` times."""
+
+    def __init__(self, failures: int = 0, gate: threading.Event | None = None) -> None:
+        self.calls, self.failures, self.gate = 0, failures, gate
+        self.reached = threading.Event()
+
+    def __call__(self) -> str:
+        self.calls += 1
+        self.reached.set()
+        assert self.gate is None or self.gate.wait(LIMIT_S)
+        if self.calls <= self.failures:
+            raise RuntimeError("no room")
+        return f"e{self.calls}"
+
+
+def lost(name: str) -> ReplicaStatus:
+    return replace(replica(name, "RETIRED"), lost=True)
+
+
+def settled() -> None:
+    """Wait until the thread that makes engines, if there is one, has ended."""
+    for thread in threading.enumerate():
+        if thread.name == "rws-engine-factory":
+            thread.join(LIMIT_S)
+            assert not thread.is_alive()
+
+
+def test_what_was_lost_is_replaced_once_however_often_it_is_told_and_on_another_thread() -> None:
+    session, gate = Session(replica("r0"), lost("r1"), lost("r2")), threading.Event()
+    factory = Factory(gate=gate)
+    replacer = Replacer(session, factory, owns_made=False, max_attempts=3, retry_s=0)
+    for _ in range(3):
+        replacer.on_status(session.status())  # returns while the factory waits
+    assert factory.reached.wait(LIMIT_S)
+    gate.set()
+    settled()
+    replacer.on_status(session.status())
+    settled()
+    assert factory.calls == 2
+    assert [session.replicas[name].replaced_by for name in ("r1", "r2")] == ["e1", "e2"]
+
+
+def test_what_left_by_itself_or_to_another_session_is_not_replaced() -> None:
+    session, factory = Session(replica("r0", "RETIRED"), replace(replica("r1", "RETIRED"), taken_by="other"), replica("r2")), Factory()
+    Replacer(session, factory, owns_made=False, max_attempts=3, retry_s=0).on_status(session.status())
+    settled()
+    assert factory.calls == 0
+
+
+@pytest.mark.parametrize(("failures", "refuses", "calls"), [(1, 0, 2), (0, 2, 3), (99, 0, 3), (1, 99, 3)])
+def test_a_factory_or_an_engine_that_fails_is_tried_again_but_not_for_ever(
+    failures: int, refuses: int, calls: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    session, factory = Session(lost("r1")), Factory(failures)
+    session.refuses = refuses
+    replacer = Replacer(session, factory, owns_made=False, max_attempts=3, retry_s=0)
+    for _ in range(5):
+        replacer.on_status(session.status())
+        settled()
+    assert factory.calls == calls
+    assert "r1 was lost, and attempt 1 to replace it failed" in caplog.text
+
+
+def test_a_closed_session_makes_no_more_engines_and_one_without_a_factory_says_what_is_missing() -> None:
+    session, factory = Session(lost("r1")), Factory()
+    replacer = Replacer(session, factory, owns_made=False, max_attempts=3, retry_s=0)
+    replacer.close()
+    replacer.on_status(session.status())
+    settled()
+    assert factory.calls == 0
+    with pytest.raises(ConfigError, match="engine_factory"):
+        Replacer(session, None, owns_made=False, max_attempts=1, retry_s=0).make(1)
+    with pytest.raises(ConfigError, match="count"):
+        replacer.make(0)
