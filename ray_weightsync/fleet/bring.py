@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,9 +22,9 @@ from ray_weightsync.errors import CallFailure
 from ray_weightsync.fleet.fence import fence
 from ray_weightsync.fleet.putback import put_back
 from ray_weightsync.fleet.replica import Replica
-from ray_weightsync.fleet.round import Aborted, Member, NotAll, RoundSpec
-from ray_weightsync.fleet.states import ReplicaEvent
-from ray_weightsync.fleet.steps import Call, StepFailed, Timeline, chain
+from ray_weightsync.fleet.round import Aborted, Member, NotAll, RoundLog, RoundSpec
+from ray_weightsync.fleet.states import ReplicaEvent, ReplicaState
+from ray_weightsync.fleet.steps import Call, StepFailed, chain
 from ray_weightsync.protocol.channel import (
     FINISH,
     GET_VERSION,
@@ -52,8 +52,8 @@ class Bring:
     replicas: list[Replica]
     expected: Callable[[], Awaitable[dict[str, Any]]]
     """What the workers must have received, once the snapshot is sealed. Awaited before *start*; with ``overlap``, before *outcome*."""
+    log: RoundLog
     on_phase: Callable[[str], None] = lambda phase: None
-    timeline: Timeline = field(default_factory=Timeline)
 
     async def run(self) -> list[ReplicaReport]:
         """Bring every replica to the snapshot, and say how each fared.
@@ -66,6 +66,7 @@ class Bring:
         timeouts = self.spec.timeouts
         self.on_phase("pause")
         await self._each(members, self._pause_and_mark, "pause", timeouts.pause_s + timeouts.commit_s)
+        members = await self._without_the_fenced(members)
         culprits = {member.replica.id: member.failed for member in members if member.failed} or await self._unsealed()
         if culprits:
             self.on_phase("abort")
@@ -82,7 +83,7 @@ class Bring:
         self.on_phase("commit")
         whole = [member for member in members if not member.failed]
         await self._each(whole, self.commit, "commit", 3 * timeouts.commit_s + 3 * timeouts.resume_s, fence_who_fails=True)
-        return [member.report(dict(self.timeline.seconds[member.replica.id])) for member in members]
+        return [member.report(dict(self.log.timeline.seconds[member.replica.id])) for member in members]
 
     # --- before start: all, or put back -----------------------------------------------------------------------------------
 
@@ -106,6 +107,17 @@ class Bring:
             raise
         member.marked = any(call.phase == "mark" for call in calls)
 
+    async def _without_the_fenced(self, members: list[Member]) -> list[Member]:
+        """Those who take part. One that was fenced before, and still cannot be paused, keeps nobody else from the version."""
+        out = [member for member in members if member.failed and member.replica.state is ReplicaState.QUARANTINED]
+        if len(out) == len(members):
+            return members
+        for member in out:
+            assert member.failed is not None
+            self.log.notes.append(f"{member.replica.id} left out: {member.failed}")
+            await fence(member.replica, member.failed, spec=self.spec, timeline=self.log.timeline)
+        return [member for member in members if member not in out]
+
     async def _unsealed(self) -> dict[str, StepFailed]:
         """What became of the snapshot, if it is not sealed. Sealing ran beside the pause, and has a deadline of its own."""
         if not self.spec.overlap:
@@ -118,7 +130,7 @@ class Bring:
     async def _put_all_back(self, members: list[Member], culprits: dict[str, StepFailed]) -> None:
         for member in members:
             member.failed = None
-        act = partial(put_back, spec=self.spec, timeline=self.timeline)
+        act = partial(put_back, spec=self.spec, timeline=self.log.timeline)
         await self._each(members, act, "put back", 3 * self.spec.timeouts.commit_s + 3 * self.spec.timeouts.resume_s)
         raise Aborted(culprits, {member.replica.id: member.failed for member in members if member.failed})
 
@@ -221,7 +233,7 @@ class Bring:
     async def _chain(self, member: Member, phase: str, calls: list[Call]) -> dict[str, Any]:
         if not calls:
             return {}
-        return await chain(member.replica, phase, calls, incarnation=member.incarnation, timeline=self.timeline)
+        return await chain(member.replica, phase, calls, incarnation=member.incarnation, timeline=self.log.timeline)
 
     async def _each(
         self, members: list[Member], act: Callable[[Member], Awaitable[None]], what: str, limit_s: float, *, fence_who_fails: bool = False
@@ -239,7 +251,9 @@ class Bring:
             except StepFailed as failed:
                 member.failed = failed
                 if fence_who_fails:
-                    await fence(member.replica, failed, spec=self.spec, timeline=self.timeline)
+                    fencing = fence(member.replica, failed, spec=self.spec, timeline=self.log.timeline)
+                    self.on_phase(what)  # a router is not to wait for the end of the round
+                    await fencing
 
         calls = {member.replica.id: partial(run, member) for member in members}
         warn_every_s = self.spec.timeouts.warn_every_s
@@ -251,6 +265,6 @@ class Bring:
                 member.replica.left_unanswered(outcomes.late[name])
                 member.failed = StepFailed(what, outcomes.failures[name], limit_s)
                 if fence_who_fails:
-                    await fence(member.replica, member.failed, spec=self.spec, timeline=self.timeline)
+                    await fence(member.replica, member.failed, spec=self.spec, timeline=self.log.timeline)
             elif name in outcomes.errors:
                 raise outcomes.errors[name]  # a bug of ours: the coordinator fences every member

@@ -76,7 +76,7 @@ class Coordinator:
         self._timeouts = settings.timeouts
         self._roster = self._parts.roster
         self.rounds = Rounds(self._parts)
-        self.repair = Repair(self._parts, self.rounds)
+        self.repair = Repair(self._parts)
         self.membership = Membership(self._parts, self.repair)
         self.sleep_mode = SleepMode(self._parts, self.repair)
         self.health = Health(self._parts, self.repair, is_gone=is_gone)

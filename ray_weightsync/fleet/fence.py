@@ -16,8 +16,8 @@ from ray_weightsync.protocol.channel import PAUSE, SET_VERSION
 logger = logging.getLogger(__name__)
 
 
-async def fence(replica: Replica, why: StepFailed, *, spec: RoundSpec, timeline: Timeline) -> None:
-    """Out of the serving set, tombstone, paused; its frozen requests go back to their callers.
+def fence(replica: Replica, why: StepFailed, *, spec: RoundSpec, timeline: Timeline) -> Awaitable[None]:
+    """Out of the serving set, now; paused, tombstone, its frozen requests back with their callers: when what is returned is awaited.
 
     What cannot be done because the replica owes an answer is done when it has answered; nobody waits for one that seems to be dead.
     """
@@ -35,6 +35,10 @@ async def fence(replica: Replica, why: StepFailed, *, spec: RoundSpec, timeline:
         timeline=timeline,
         incarnation=incarnation,
     )
+    return _when_it_can_be(replica, why, act)
+
+
+async def _when_it_can_be(replica: Replica, why: StepFailed, act: Callable[[], Awaitable[None]]) -> None:
     if replica.unanswered:
         after_answers(replica, act)
     elif why.failure.kind == "died":

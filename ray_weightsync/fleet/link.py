@@ -112,7 +112,8 @@ class CoordinatorLink:
         except GetTimeoutError as error:
             raise self._silent(method, of_s if of_s is not None else limit_s) from error
         except RayActorError as error:
-            raise CoordinatorLost(str(error).splitlines()[0]) from error
+            lines = [line for line in str(error).splitlines() if line.strip()]  # an error in its constructor is told last
+            raise CoordinatorLost(" ... ".join(dict.fromkeys((lines[0], lines[-1])))) from error
 
     def _wait_for_another(self, method: str, lost: CoordinatorLost, began: float, limit_s: float) -> None:
         waited_s = time.monotonic() - began

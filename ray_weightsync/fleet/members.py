@@ -39,7 +39,8 @@ async def members_of(snapshot: Snapshot, log: RoundLog, parts: Parts) -> list[Re
         culprits[name] = failed
         if failed.failure.kind in ("died", "out_of_step"):  # neither can be mended: the next call leaves it out
             replica.happen(ReplicaEvent.FAIL, error=str(failed))
-    roster.changed()
+    if failures:
+        roster.changed()
     if culprits:
         raise aborted(
             f"Version {snapshot.label} was refused before anything was touched.",

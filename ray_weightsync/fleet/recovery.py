@@ -156,7 +156,7 @@ class Recovery:
         traces.update(zip(asking, answers, strict=True))
         ends = endings(traces, members, all_or_none=round_.all_or_none)
         logger.warning("round %s, version %s: %s", round_.id, label, ", ".join(f"{name}: {end.value}" for name, end in ends.items()))
-        runs = [self._end(Bring(spec, [], _nothing), name, ends[name], traces[name], round_) for name in ends]
+        runs = [self._end(Bring(spec, [], _nothing, RoundLog(spec.round_id)), name, ends[name], traces[name], round_) for name in ends]
         reports = dict(zip(ends, await asyncio.gather(*runs), strict=True))
         serving = [name for name, end in ends.items() if end is Ending.COMMIT and self._roster.replicas[name].whole]
         if serving and not self._roster.ordinals.get(spec.label):
@@ -218,7 +218,7 @@ class Recovery:
             pause_asked_at=time.monotonic() if replica.engine.channel.supports(PAUSE) else None,
             marked=left is Trace.MARKED,
         )
-        timeline = bring.timeline
+        timeline = bring.log.timeline
         try:
             if end is Ending.COMMIT:
                 if replica.state is ReplicaState.JOINING:

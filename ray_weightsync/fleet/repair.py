@@ -15,8 +15,8 @@ from ray_weightsync.fleet.members import unable
 from ray_weightsync.fleet.parts import Parts
 from ray_weightsync.fleet.replica import Replica
 from ray_weightsync.fleet.reporting import report_of
+from ray_weightsync.fleet.restoring import restore
 from ray_weightsync.fleet.round import RoundLog
-from ray_weightsync.fleet.rounds import Rounds
 from ray_weightsync.fleet.staging import Snapshot
 from ray_weightsync.fleet.states import ReplicaEvent, ReplicaState
 from ray_weightsync.fleet.steps import StepFailed
@@ -32,9 +32,8 @@ AILING = (ReplicaState.QUARANTINED, ReplicaState.STALE, ReplicaState.JOINING)
 class Repair:
     """Heals the replicas of one session."""
 
-    def __init__(self, parts: Parts, rounds: Rounds) -> None:
+    def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._rounds = rounds
         self._roster = parts.roster
         self._said = ""
 
@@ -179,10 +178,20 @@ class Repair:
         for replica in able:
             if replica.state is ReplicaState.JOINING:
                 replica.happen(ReplicaEvent.INSPECT)
-        if able:
-            await self._parts.chronicle.before(snapshot, able, log.round_id)
-        restored = {report.id: report for report in await self._rounds.restore(snapshot, log, able)}
-        return [restored.get(replica.id) or self._refused(replica, failures[replica.id]) for replica in replicas]
+        restored = {report.id: report for report in await restore(self._parts, snapshot, log, able)}
+        reports = [restored.get(replica.id) or self._refused(replica, failures[replica.id]) for replica in replicas]
+        untouched = [report for report in reports if report.failed_phase is not None and self._roster.named(report.id).whole]
+        if untouched and len(untouched) == len(reports):
+            told = "; ".join(f"{report.id}, {report.failed_phase}: {report.error}" for report in untouched)
+            raise RoundAborted(
+                f"Nothing changed: {self._roster.serves()}, also on what could not be healed.",
+                phase=untouched[0].failed_phase,
+                replicas=tuple(report.id for report in untouched),
+                engine_message=told,
+                hint="call again",
+            )
+        log.notes.extend(f"{report.id} serves on as it was; {report.failed_phase}: {report.error}" for report in untouched)
+        return [report for report in reports if report not in untouched]
 
     def _refused(self, replica: Replica, failed: StepFailed) -> ReplicaReport:
         if not replica.whole or failed.failure.kind in ("died", "out_of_step"):

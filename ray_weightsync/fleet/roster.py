@@ -12,6 +12,12 @@ from ray_weightsync.fleet.replica import Replica
 from ray_weightsync.fleet.states import ReplicaEvent, ReplicaState
 from ray_weightsync.report import FleetStatus
 
+AT_ONCE_S = 0.005
+"""How long news wait for more of them, and let an answer go first, in seconds."""
+
+SOON_S = 0.25
+"""How long the phases of a round wait, in seconds: each one told costs the interpreters of both ends time in the middle of the round."""
+
 
 class Roster:
     """The fleet of one session.
@@ -39,7 +45,10 @@ class Roster:
         self.ordinals: dict[str, int] = {}
         self.on_change: Callable[[], None] = lambda: None
         self.sequence = 0
-        self._changed = asyncio.Event()
+        self._news = asyncio.Event()
+        self._told = 0
+        self._told_routes: object = None
+        self._telling: asyncio.TimerHandle | None = None
 
     def adopt(self, replicas: list[Replica], policy: AdoptPolicy) -> None:
         """Take engines in. If all report one version, none is paused and the policy allows, they count as serving it, unattested."""
@@ -137,20 +146,33 @@ class Roster:
         )
 
     def changed(self, phase: str | None = None) -> None:
-        """Tell the watchers, and begin ``phase`` if one is given."""
+        """Tell the watchers, and begin ``phase`` if one is given. What a router has to know is told at once, the rest by and by."""
         if phase is not None:
             self.phase = phase
         self.sequence += 1
         self.on_change()
-        self._changed.set()
-        self._changed = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        due = loop.time() + (SOON_S if self._routes() == self._told_routes else AT_ONCE_S)
+        if self._telling is None or due < self._telling.when():
+            if self._telling is not None:
+                self._telling.cancel()
+            self._telling = loop.call_at(due, self._tell)
+
+    def _routes(self) -> object:
+        """Whom requests may be sent to, and what they get there."""
+        return self.label, [(each.id, each.serving, each.version, each.engine.facts.incarnation) for each in self.replicas.values()]
+
+    def _tell(self) -> None:
+        self._telling, self._told, self._told_routes = None, self.sequence, self._routes()
+        self._news.set()
+        self._news = asyncio.Event()
 
     async def watch(self, sequence: int, *, limit_s: float) -> FleetStatus:
-        """The status as soon as it is newer than ``sequence``, or as it is after ``limit_s`` seconds."""
+        """The status as soon as there is news after ``sequence``, or as it is after ``limit_s`` seconds."""
         deadline = time.monotonic() + limit_s
-        while self.sequence <= sequence and (left := deadline - time.monotonic()) > 0:
+        while self._told <= sequence and (left := deadline - time.monotonic()) > 0:
             try:
-                await asyncio.wait_for(self._changed.wait(), left)
+                await asyncio.wait_for(self._news.wait(), left)
             except TimeoutError:
                 break
         return self.status()

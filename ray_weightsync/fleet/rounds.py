@@ -1,4 +1,4 @@
-"""A sender's round, from the slot allotted to the report. It reads from `open` down to `_brought`.
+"""A sender's round, from the slot allotted to the report. It reads from `open` down to `bring`.
 
 Rounds take turns. While a sender packs, the fleet is looked at and, when somebody does not know it, has the plan judged.
 """
@@ -8,21 +8,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import uuid
 from collections import deque
-from collections.abc import Iterable
 from typing import Any
 
-from ray_weightsync.config import Timeouts, version_label
-from ray_weightsync.errors import CallFailure, ConfigError, RoundAborted, WeightSyncError
+from ray_weightsync.config import version_label
+from ray_weightsync.errors import ConfigError, RoundAborted, WeightSyncError
 from ray_weightsync.fleet.bring import Bring
 from ray_weightsync.fleet.cluster import Process, until_gone
-from ray_weightsync.fleet.fence import fence
 from ray_weightsync.fleet.members import members_of
 from ray_weightsync.fleet.parts import Parts
 from ray_weightsync.fleet.replica import Replica
 from ray_weightsync.fleet.reporting import report_of
-from ray_weightsync.fleet.round import Aborted, Member, NotAll, RoundLog, RoundSpec
+from ray_weightsync.fleet.restoring import roll_back, spec_of
+from ray_weightsync.fleet.round import Aborted, NotAll, RoundLog
 from ray_weightsync.fleet.staging import AFTER_REPLY_S, Snapshot
 from ray_weightsync.fleet.states import ReplicaEvent, ReplicaState
 from ray_weightsync.fleet.steps import StepFailed
@@ -256,8 +254,8 @@ class Rounds:
         """
         await self._parts.chronicle.before(snapshot, members, log.round_id)
         before = self._staging.committed
-        spec = self._spec(snapshot, log, overlap=self._settings.transport.overlap)
-        bring = Bring(spec, members, snapshot.expected, on_phase=self._roster.changed, timeline=log.timeline)
+        spec = spec_of(self._parts, snapshot, log, overlap=self._settings.transport.overlap)
+        bring = Bring(spec, members, snapshot.expected, log=log, on_phase=self._roster.changed)
         try:
             return await bring.run()
         except Aborted as end:
@@ -271,77 +269,11 @@ class Rounds:
             ) from end
         except NotAll as end:
             assert before is not None
-            raise await self._rolled_back(before, snapshot.label, members, end) from end
+            raise await roll_back(self._parts, before, snapshot.label, members, end) from end
         finally:
             for replica in members:
                 if replica.state is ReplicaState.UPDATING:
                     replica.happen(ReplicaEvent.FAIL, error="the round ended unexpectedly; its weights may be torn")
-
-    async def restore(self, snapshot: Snapshot, log: RoundLog, replicas: Iterable[Replica]) -> list[ReplicaReport]:
-        """Bring each of ``replicas`` to a sealed snapshot, each for itself: what keeps one away is in its own report, and it is fenced."""
-        replicas = list(replicas)
-        await self._parts.chronicle.before(snapshot, replicas, log.round_id, each_for_itself=True)
-        spec = self._spec(snapshot, log, overlap=False)
-
-        async def restored(replica: Replica) -> ReplicaReport:
-            try:
-                (report,) = await Bring(spec, [replica], snapshot.expected, timeline=log.timeline).run()
-            except Aborted as end:
-                member = Member.found(replica)
-                member.failed = end.failures.get(replica.id) or next(iter(end.failures.values()))
-                await fence(replica, member.failed, spec=spec, timeline=log.timeline)
-                return member.report(dict(log.timeline.seconds[replica.id]))
-            return report
-
-        try:
-            return list(await asyncio.gather(*map(restored, replicas)))
-        finally:
-            self._roster.changed()
-
-    async def _rolled_back(self, before: Snapshot, label: str, members: list[Replica], end: NotAll) -> RoundAborted:
-        """Bring every replica that the round touched back to the snapshot committed before."""
-        self._roster.changed("roll back")
-        for replica in members:
-            replica.fenced_by_us = True  # its pause is ours to end, and its tombstone does not mean that somebody else's round left it
-        reports = await self.restore(before, RoundLog(uuid.uuid4().hex), [replica for replica in members if not replica.unanswered])
-        back = {report.id for report in reports if report.failed_phase is None}
-        stuck = {name: failed for name, failed in end.failures.items() if name not in back}
-        stuck |= {each.id: _as_failure(each, self._timeouts) for each in reports if each.id not in back and each.id not in stuck}
-        return aborted(
-            f"Version {label} failed on {', '.join(end.failures)}, and was taken back from all.",
-            old=self._roster.label,
-            culprits=end.failures,
-            stuck=stuck,
-            log_hints=self._roster.log_hints(),
-            hint="mend or replace what failed and call again",
-        )
-
-    def _spec(self, snapshot: Snapshot, log: RoundLog, *, overlap: bool) -> RoundSpec:
-        settings, num_bytes = self._settings, snapshot.plan.num_bytes
-        epoch = self._roster.next_epoch()
-        update = {
-            "transport": "host",
-            "round": log.round_id,
-            "epoch": epoch,
-            "plan": snapshot.plan.digest,
-            # The workers' own deadline ends before ours: it is they who know how far the bytes had come.
-            "limit_s": 0.8 * self._timeouts.for_bytes("update", num_bytes),
-            "slot": snapshot.address,
-        }
-        return RoundSpec(
-            round_id=log.round_id,
-            epoch=epoch,
-            label=snapshot.label,
-            num_bytes=num_bytes,
-            update=update,
-            # There is nothing to go back to before the first commit, and a restoration is of each for itself.
-            all_or_none=settings.on_failure.after_start == "all_or_none" and self._staging.committed not in (None, snapshot),
-            overlap=overlap,
-            pause=settings.pause,
-            cache=settings.cache,
-            timeouts=self._timeouts,
-            policy=settings.on_failure,
-        )
 
     def _told(self, snapshot: Snapshot, log: RoundLog, replicas: list[ReplicaReport], *, repeated: bool) -> SyncReport:
         """The report, or the error that says what holds now."""
@@ -350,10 +282,3 @@ class Rounds:
         if (error := verdict(report, self._settings.on_failure, self._roster.log_hints(), serving=others)) is not None:
             raise error
         return report
-
-
-def _as_failure(report: ReplicaReport, timeouts: Timeouts) -> StepFailed:
-    phase = report.failed_phase or "commit"
-    return StepFailed(
-        phase, CallFailure(message=report.error or "", kind="raised", elapsed_s=report.phases_s.get(phase, 0.0)), timeouts.commit_s
-    )

@@ -293,3 +293,17 @@ class TestUnasked:
             assert fleet.coordinator.status().serving == ("r0", "r1")
 
         run(story)
+
+
+def test_one_that_serves_and_cannot_be_paused_for_a_repair_goes_on_serving() -> None:
+    async def story() -> None:
+        fleet = await FakeFleet(2).attach()
+        await fleet.send(1)
+        fleet.engines[1].faults["pause"] = "raise"
+        with pytest.raises(RoundAborted, match="made to fail in pause") as caught:
+            await fleet.coordinator.repair.heal("r1")
+        assert caught.value.replicas == ("r1",)
+        assert fleet.coordinator.status().serving == ("r0", "r1")
+        assert (fleet.engines[1].version, fleet.engines[1].paused) == ("1", False)
+
+    run(story)

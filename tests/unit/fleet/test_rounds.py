@@ -448,3 +448,22 @@ def test_a_missing_replica_is_named_in_the_log_while_it_is_waited_for(caplog: py
 
     with caplog.at_level("WARNING"):
         run(story)
+
+
+@pytest.mark.parametrize("phase", ["pause", "mark"])
+@pytest.mark.parametrize("fault", ["raise", "die", "hang"])
+def test_a_fenced_replica_that_still_cannot_be_paused_keeps_nobody_from_the_next_version(phase: str, fault: str) -> None:
+    async def story() -> None:
+        fleet = await FakeFleet(3).attach()
+        fenced = fleet.engines[1]
+        fenced.faults["update"] = "raise"
+        with pytest.raises(ReplicasLost):
+            await fleet.send(1)
+        fenced.faults[phase] = fault
+        report = await fleet.send(2)
+        assert report.committed == ("r0", "r2")
+        assert any("r1 left out" in note and phase in note for note in report.notes)
+        assert fleet.coordinator.status().serving == ("r0", "r2")
+        fenced.release.set()
+
+    run(story)

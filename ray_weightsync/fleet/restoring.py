@@ -1,0 +1,98 @@
+"""Bringing replicas to a sealed snapshot each for itself: a repair, a join, the way back of a round that was for all or none."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Sequence
+
+from ray_weightsync.errors import CallFailure, RoundAborted
+from ray_weightsync.fleet.bring import Bring
+from ray_weightsync.fleet.fence import fence
+from ray_weightsync.fleet.parts import Parts
+from ray_weightsync.fleet.replica import Replica
+from ray_weightsync.fleet.round import Aborted, Member, NotAll, RoundLog, RoundSpec
+from ray_weightsync.fleet.staging import Snapshot
+from ray_weightsync.fleet.states import ReplicaState
+from ray_weightsync.fleet.steps import StepFailed
+from ray_weightsync.fleet.verdicts import aborted
+from ray_weightsync.report import ReplicaReport
+
+
+def spec_of(parts: Parts, snapshot: Snapshot, log: RoundLog, *, overlap: bool) -> RoundSpec:
+    """What a round that brings ``snapshot`` is about, in a new epoch."""
+    settings, timeouts, num_bytes = parts.settings, parts.timeouts, snapshot.plan.num_bytes
+    epoch = parts.roster.next_epoch()
+    update = {
+        "transport": "host",
+        "round": log.round_id,
+        "epoch": epoch,
+        "plan": snapshot.plan.digest,
+        # The workers' own deadline ends before ours: it is they who know how far the bytes had come.
+        "limit_s": 0.8 * timeouts.for_bytes("update", num_bytes),
+        "slot": snapshot.address,
+    }
+    return RoundSpec(
+        round_id=log.round_id,
+        epoch=epoch,
+        label=snapshot.label,
+        num_bytes=num_bytes,
+        update=update,
+        # There is nothing to go back to before the first commit, and a restoration is of each for itself.
+        all_or_none=settings.on_failure.after_start == "all_or_none" and parts.staging.committed not in (None, snapshot),
+        overlap=overlap,
+        pause=settings.pause,
+        cache=settings.cache,
+        timeouts=timeouts,
+        policy=settings.on_failure,
+    )
+
+
+async def restore(parts: Parts, snapshot: Snapshot, log: RoundLog, replicas: Sequence[Replica]) -> list[ReplicaReport]:
+    """Bring each of ``replicas`` to a sealed snapshot.
+
+    What keeps one away is in its report; it is fenced, unless it served and was put back.
+    """
+    await parts.chronicle.before(snapshot, list(replicas), log.round_id, each_for_itself=True)
+    spec = spec_of(parts, snapshot, log, overlap=False)
+
+    async def restored(replica: Replica) -> ReplicaReport:
+        try:
+            (report,) = await Bring(spec, [replica], snapshot.expected, log=log).run()
+        except Aborted as end:
+            member = Member.found(replica)
+            member.failed = next(iter(end.failures.values()))
+            if replica.state is not ReplicaState.SERVING:
+                await fence(replica, member.failed, spec=spec, timeline=log.timeline)
+            return member.report(dict(log.timeline.seconds[replica.id]))
+        return report
+
+    try:
+        return list(await asyncio.gather(*map(restored, replicas)))
+    finally:
+        parts.roster.changed()
+
+
+async def roll_back(parts: Parts, before: Snapshot, label: str, members: Sequence[Replica], end: NotAll) -> RoundAborted:
+    """Bring every replica that the round of ``label`` touched back to the snapshot committed before, and say how that went."""
+    parts.roster.changed("roll back")
+    for replica in members:
+        replica.fenced_by_us = True  # its pause is ours to end, and its tombstone does not mean that somebody else's round left it
+    reports = await restore(parts, before, RoundLog(uuid.uuid4().hex), [replica for replica in members if not replica.unanswered])
+    back = {report.id for report in reports if report.failed_phase is None}
+    stuck = {name: failed for name, failed in end.failures.items() if name not in back}
+    stuck |= {report.id: _failure(report) for report in reports if report.id not in back and report.id not in stuck}
+    return aborted(
+        f"Version {label} failed on {', '.join(end.failures)}, and was taken back from all.",
+        old=parts.roster.label,
+        culprits=end.failures,
+        stuck=stuck,
+        log_hints=parts.roster.log_hints(),
+        hint="mend or replace what failed and call again",
+    )
+
+
+def _failure(report: ReplicaReport) -> StepFailed:
+    phase = report.failed_phase or "commit"
+    elapsed_s = report.phases_s.get(phase, 0.0)
+    return StepFailed(phase, CallFailure(message=report.error or "", kind="raised", elapsed_s=elapsed_s), elapsed_s)
