@@ -149,7 +149,11 @@ class Bring:
             await self._chain(member, "update", calls)
             await self._chain(member, "outcome", [await self._outcome()])
         else:
-            await self._chain(member, "update", [*calls, await self._outcome()])
+            calls.append(await self._outcome())
+            # With nobody to wait for, and no answer to judge in between, the rest is of the same trip: what raises ends it.
+            goes_on = len(self.replicas) == 1 and not self._drops_caches(member)
+            await self._chain(member, "update", [*calls, *self._publication(member), *self._resumption(member)] if goes_on else calls)
+            member.published = member.resumed = goes_on
 
     async def _outcome(self) -> Call:
         limit_s = self.spec.timeouts.attest_s
@@ -194,12 +198,18 @@ class Bring:
                 # Not in one chain with the resume: a reset may answer False, and then nothing may run.
                 self._require_dropped(member, await self._chain(member, "commit", calls))
                 calls = []
-        if member.resume_is_ours and replica.engine.channel.supports(RESUME):
-            calls.append(Call("resume", self.spec.timeouts.resume_s, RESUME))
+        if not member.resumed:
+            calls.extend(self._resumption(member))
         await self._chain(member, calls[0].phase if calls else "commit", calls)
         member.resumed_at = time.monotonic()
         replica.happen(ReplicaEvent.COMMIT)
         replica.version, replica.attested, replica.fenced_by_us = self.spec.label, True, False
+
+    def _resumption(self, member: Member) -> list[Call]:
+        """The end of the pause, if it is ours to end."""
+        if not member.resume_is_ours or not member.replica.engine.channel.supports(RESUME):
+            return []
+        return [Call("resume", self.spec.timeouts.resume_s, RESUME)]
 
     def _publication(self, member: Member) -> list[Call]:
         """The label, and the end of what was computed with the old weights."""

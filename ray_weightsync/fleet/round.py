@@ -90,6 +90,7 @@ class Member:
     resumed_at: float | None = None
     marked: bool = False
     published: bool = False
+    resumed: bool = False
     recomputed: int | None = 0
     failed: StepFailed | None = None
 

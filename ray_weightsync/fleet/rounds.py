@@ -189,7 +189,7 @@ class Rounds:
             # Asked again: it may have given way to another one while this call waited for its turn.
             self._staging.require(snapshot_id, self._roster.serves()).committing = True
             if sealed is not None:
-                snapshot.sealing = self._parts.spawn(self._staging.seal(snapshot, sealed))
+                snapshot.sealing = self._parts.spawn(self._seal_beside(snapshot, sealed))
             if self._roster.was_committed_before(snapshot.label):
                 raise ConfigError(f"version {snapshot.label!r} was committed meanwhile; versions are unique (now: {self._roster.label!r})")
             members = await snapshot.judged()
@@ -205,6 +205,10 @@ class Rounds:
         finally:
             await self._staging.free(snapshot)
             self._parts.end_turn(snapshot_id)
+
+    async def _seal_beside(self, snapshot: Snapshot, sealed: Sealed) -> None:
+        await asyncio.sleep(0.0)  # the engines are asked to pause first: that takes longer
+        await self._staging.seal(snapshot, sealed)
 
     async def _commit(self, snapshot: Snapshot, members: list[Replica]) -> SyncReport:
         repeat = await self._is_repeat(snapshot)

@@ -18,6 +18,7 @@ class Turn:
         self._lock = asyncio.Lock()
         self._holder: str | None = None
         self._since = 0.0
+        self._waiting = 0
         self.taken = 0
         """How often it was taken so far: tells whether somebody had it meanwhile."""
 
@@ -38,7 +39,10 @@ class Turn:
                 hint="call again when it has ended, or pass busy='wait'",
             )
         try:
-            await asyncio.wait_for(self._lock.acquire(), limit_s)
+            if self._lock.locked() or self._waiting:
+                await self._wait(limit_s)
+            else:
+                await self._lock.acquire()  # at once: nobody has it, and nobody is about to get it
         except TimeoutError:
             raise RoundAborted(
                 f"Nothing changed: round {self._holder} is still in progress.",
@@ -49,6 +53,13 @@ class Turn:
             ) from None
         self._holder, self._since = holder, time.monotonic()
         self.taken += 1
+
+    async def _wait(self, limit_s: float) -> None:
+        self._waiting += 1
+        try:
+            await asyncio.wait_for(self._lock.acquire(), limit_s)
+        finally:
+            self._waiting -= 1
 
     def release(self, holder: str) -> None:
         """Give the turn back if ``holder`` has it."""
