@@ -170,7 +170,8 @@ class FleetLife:
         began, status = time.monotonic(), self.status()
         if (serving := serving_enough(status, num)) is not None:
             return serving
-        for status in self._follower.events(timeout_s=timeout_s):  # the last one is told about
+        for _ in self._follower.events(timeout_s=timeout_s):
+            status = self.status()  # what the follower heard of last may be older than what the caller did just now
             if (serving := serving_enough(status, num)) is not None:
                 return serving
         waiting = {each.id: each.error or each.state for each in status.replicas if not each.serving and each.state != "RETIRED"}

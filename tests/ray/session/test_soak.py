@@ -27,7 +27,7 @@ WARM_UP_BYTES, DRIFT_BYTES = 24 << 20, 16 << 20
 its first thousand calls (10 MB seen, then 0.3 MB a hundred rounds, 6 MB in the process that runs all tests), and fragmentation.
 A payload kept per round would be 100 MB."""
 
-RAYS_SOCKETS = 2
+RAYS_SOCKETS = 8
 """How many connections Ray may have more: it dials some of them late. One left per round would be 100."""
 
 SHM = Path("/dev/shm")
