@@ -10,13 +10,12 @@ import asyncio
 import contextlib
 import inspect
 import logging
-import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError
 
 from ray_weightsync.config import (
     AdoptPolicy,
@@ -26,8 +25,6 @@ from ray_weightsync.config import (
     PreflightMode,
     Timeouts,
     Transport,
-    as_transport,
-    require_choice,
 )
 from ray_weightsync.engines.ref import EngineLike, as_refs
 from ray_weightsync.errors import ConfigError, WeightSyncError
@@ -41,19 +38,13 @@ from ray_weightsync.probing import Probe, probed, require_probe
 from ray_weightsync.replacer import EngineFactory, Replacer, require_factory
 from ray_weightsync.report import FleetStatus, ReplicaStatus, SyncReport
 from ray_weightsync.session_life import FleetLife
+from ray_weightsync.session_options import EngineSpec, attach_s, given, require_ray, require_trainers, settings_of
+from ray_weightsync.trainer.driving import through_trainer
 from ray_weightsync.trainer.sender import SnapshotSender, StagedWeights
 from ray_weightsync.view import FleetView
 from ray_weightsync.weights.sources import SourceLike
 
 logger = logging.getLogger(__name__)
-
-
-class EngineSpec(Protocol):
-    """What `WeightSync.spawn` takes: `TorchEngineSpec`, `VLLMEngineSpec`, or your own."""
-
-    def spawn(self, *, limit_s: float) -> list[ActorHandle[Any]]:
-        """Start the engines and return their handles when all are ready; on failure, end those already started."""
-        ...
 
 
 class WeightSync(FleetLife):
@@ -140,12 +131,12 @@ class WeightSync(FleetLife):
             SessionConflict: if a session of that name is running, or another one has some of these engines and does not let go of them.
         """
         refs = as_refs(engines)
-        settings = _settings(
+        settings = settings_of(
             transport=transport, pause=pause, cache=cache, preflight=preflight, adopt=adopt, on_failure=on_failure, timeouts=timeouts
         )
-        _require_trainers(trainers)
+        require_trainers(trainers)
         require_factory(engine_factory)
-        _require_ray()
+        require_ray()
         chosen = session_name(name)
         keys = by_reference(refs)
         coordinator = start_coordinator(chosen, settings)
@@ -160,7 +151,7 @@ class WeightSync(FleetLife):
         session._keys = keys
         session._targets.update({str(ref.id): ref.target for ref in refs})
         try:
-            limit_s = _attach_s(settings.timeouts, take_over=take_over)
+            limit_s = attach_s(settings.timeouts, take_over=take_over)
             status: FleetStatus = session._link.ask("attach", refs, take_over, keys, limit_s=limit_s)
         except BaseException:
             session.close()
@@ -183,11 +174,11 @@ class WeightSync(FleetLife):
         # Before anything is started: an option that attach would refuse should not cost the start of the engines.
         inspect.signature(cls.attach).bind([], **options)
         chosen = {name: value for name, value in options.items() if name not in ("trainers", "name", "engine_factory", "take_over")}
-        timeouts = _settings(**chosen).timeouts
-        _require_trainers(options.get("trainers", ()))
+        timeouts = settings_of(**chosen).timeouts
+        require_trainers(options.get("trainers", ()))
         require_factory(options.get("engine_factory"))
         session_name(options.get("name"))
-        _require_ray()
+        require_ray()
         handles = spec.spawn(limit_s=timeouts.heal_s)
         try:
             session = cls.attach(handles, **options)
@@ -226,7 +217,7 @@ class WeightSync(FleetLife):
         """
         if self._trainers:
             return self._probed(probe, lambda: self._through_trainer("send", source, version, busy))
-        return self._probed(probe, lambda: self._any_sender().send(_given(source), version=version, busy=busy))
+        return self._probed(probe, lambda: self._any_sender().send(given(source), version=version, busy=busy))
 
     async def asend_weights(
         self,
@@ -254,7 +245,7 @@ class WeightSync(FleetLife):
         if self._trainers:
             staged: StagedWeights = self._through_trainer("stage", source, version, busy)
             return staged
-        return self._any_sender().stage(_given(source), version=version, busy=busy)
+        return self._any_sender().stage(given(source), version=version, busy=busy)
 
     def commit_weights(self, staged: StagedWeights, *, probe: Probe | None = None) -> SyncReport:
         """Bring every serving replica to staged weights. Probe and errors as of `send_weights`."""
@@ -280,36 +271,7 @@ class WeightSync(FleetLife):
         self._require_open()
         if source is not None:
             raise ConfigError("this session sends what its trainer actor's weight_source() returns; do not pass a source")
-        method = getattr(self._trainers[0], f"rws_{what}_weights")
-        ref = method.remote(self.name, self.coordinator, self._settings.timeouts, version, busy)
-        timeouts = self._settings.timeouts
-        # The trainer may be busy with a step of its own first; gather_s is what it is allowed for that.
-        limit_s = timeouts.gather_s + 2 * (timeouts.staging_s(0) + timeouts.round_s(0))
-        began = time.monotonic()
-        while not ray.wait([ref], timeout=timeouts.warn_every_s)[0]:
-            waited_s = time.monotonic() - began
-            if waited_s > limit_s:
-                raise WeightSyncError(
-                    f"The trainer has not come to {what} version {version}; it may do so yet.",
-                    phase=what,
-                    elapsed_s=waited_s,
-                    limit_s=limit_s,
-                    hint="see status(); Timeouts(gather_s=...) allows more time",
-                )
-            logger.info("waiting for the trainer to %s version %s, %.0f s", what, version, waited_s)
-        try:
-            return ray.get(ref, timeout=timeouts.status_s)
-        except RayTaskError as error:
-            if isinstance(error.cause, WeightSyncError):
-                raise error.cause from None
-            raise
-        except RayActorError as error:
-            raise WeightSyncError(
-                "The trainer is gone. A round that it had only staged is given up by the coordinator; status() says what serves.",
-                phase=what,
-                engine_message=str(error),
-                hint="start a new trainer and attach again",
-            ) from error
+        return through_trainer(self._trainers[0], what, self.name, self.coordinator, self._settings.timeouts, version, busy)
 
     # --- looking ------------------------------------------------------------------------------------------------------------
 
@@ -364,59 +326,3 @@ class WeightSync(FleetLife):
 
     def __repr__(self) -> str:
         return f"WeightSync(name={self.name!r}, engines={len(self.engines)}{', closed' if self._closed else ''})"
-
-
-def _settings(
-    *,
-    transport: Transport | str = "auto",
-    pause: PauseMode = "keep",
-    cache: CachePolicy = "recompute",
-    preflight: PreflightMode = "structural",
-    adopt: AdoptPolicy = "reported",
-    on_failure: FailurePolicy | None = None,
-    timeouts: Timeouts | None = None,
-) -> Settings:
-    """The options of `WeightSync.attach`, validated."""
-    require_choice("pause", pause, ("keep", "wait", "abort"))
-    require_choice("cache", cache, ("recompute", "keep", "salt"))
-    require_choice("preflight", preflight, ("structural",))
-    require_choice("adopt", adopt, ("reported", "never"))
-    policy = on_failure if on_failure is not None else FailurePolicy()
-    deadlines = timeouts if timeouts is not None else Timeouts()
-    if not isinstance(policy, FailurePolicy) or not isinstance(deadlines, Timeouts):
-        raise ConfigError("on_failure must be a FailurePolicy and timeouts a Timeouts")
-    return Settings(
-        transport=as_transport(transport),
-        transport_reason="asked for" if transport != "auto" else "auto: trainer and engines share a node's memory",
-        pause=pause,
-        cache=cache,
-        adopt=adopt,
-        on_failure=policy,
-        timeouts=deadlines,
-    )
-
-
-def _attach_s(timeouts: Timeouts, *, take_over: bool) -> float:
-    """The longest that attaching may take: starting, resolving, claiming, and waiting for another session's round."""
-    return timeouts.connect_s + 4 * timeouts.attach_s + timeouts.preflight_s + (timeouts.round_s(0) if take_over else 0.0)
-
-
-def _require_trainers(trainers: object) -> None:
-    if not isinstance(trainers, list | tuple):
-        raise ConfigError(f"trainers must be a list of actor handles, not {type(trainers).__name__}")
-    if len(trainers) > 1:
-        raise ConfigError(f"{len(trainers)} trainers given; this version takes one (gather there) or none (this process sends)")
-    for trainer in trainers:
-        if not hasattr(trainer, "rws_send_weights"):
-            raise ConfigError(f"{trainer!r} is no trainer: its class lacks TrainerMixin")
-
-
-def _require_ray() -> None:
-    if not ray.is_initialized():
-        raise ConfigError("Ray is not initialised in this process; call ray.init() first")
-
-
-def _given(source: SourceLike | None) -> SourceLike:
-    if source is None:
-        raise ConfigError("send_weights needs a source: a module, a state dict or a WeightSource (or attach(..., trainers=[actor]))")
-    return source

@@ -28,7 +28,7 @@ from ray_weightsync.fleet.journal import Origin, RayJournal, Record
 from ray_weightsync.fleet.keyring import Keys
 from ray_weightsync.fleet.replica import Replica
 from ray_weightsync.fleet.rounds import PlanUnknown
-from ray_weightsync.fleet.snapshots import RayStores
+from ray_weightsync.fleet.stores import RayStores
 from ray_weightsync.fleet.turns import Busy
 from ray_weightsync.fleet.values import Sealed, Settings, Ticket
 from ray_weightsync.protocol.channel import Channel

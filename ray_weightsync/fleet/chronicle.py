@@ -22,7 +22,8 @@ from ray_weightsync.fleet.journal import (
 )
 from ray_weightsync.fleet.keyring import Keyring
 from ray_weightsync.fleet.replica import Replica
-from ray_weightsync.fleet.staging import AFTER_REPLY_S, Snapshot
+from ray_weightsync.fleet.snapshot import Snapshot
+from ray_weightsync.fleet.staging import AFTER_REPLY_S
 from ray_weightsync.protocol.reading import words
 from ray_weightsync.protocol.threads import in_daemon_thread
 from ray_weightsync.weights.plan import Plan

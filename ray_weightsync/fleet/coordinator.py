@@ -28,8 +28,8 @@ from ray_weightsync.fleet.repair import Repair
 from ray_weightsync.fleet.replica import Replica
 from ray_weightsync.fleet.rounds import Rounds
 from ray_weightsync.fleet.sleep_mode import SleepMode
-from ray_weightsync.fleet.snapshots import Stores
 from ray_weightsync.fleet.steps import Timeline
+from ray_weightsync.fleet.stores import Stores
 from ray_weightsync.fleet.values import Settings
 from ray_weightsync.protocol.channel import FINISH, PAUSE, SET_VERSION
 from ray_weightsync.report import FleetStatus, SyncReport

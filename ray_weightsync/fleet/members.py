@@ -10,7 +10,7 @@ from ray_weightsync.fleet.parts import Parts
 from ray_weightsync.fleet.preflight import PHASE, check
 from ray_weightsync.fleet.replica import Replica
 from ray_weightsync.fleet.round import RoundLog
-from ray_weightsync.fleet.staging import Snapshot
+from ray_weightsync.fleet.snapshot import Snapshot
 from ray_weightsync.fleet.states import ReplicaEvent, ReplicaState
 from ray_weightsync.fleet.steps import StepFailed
 from ray_weightsync.fleet.verdicts import aborted

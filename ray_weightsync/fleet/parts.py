@@ -12,8 +12,8 @@ from ray_weightsync.errors import WeightSyncError
 from ray_weightsync.fleet.chronicle import Chronicle
 from ray_weightsync.fleet.claims import Claims
 from ray_weightsync.fleet.roster import Roster
-from ray_weightsync.fleet.snapshots import Stores
 from ray_weightsync.fleet.staging import Staging
+from ray_weightsync.fleet.stores import Stores
 from ray_weightsync.fleet.turns import Turn
 from ray_weightsync.fleet.values import Settings
 

@@ -21,7 +21,7 @@ from ray_weightsync.fleet.replica import Replica
 from ray_weightsync.fleet.reporting import report_of
 from ray_weightsync.fleet.round import Member, RoundLog, RoundSpec
 from ray_weightsync.fleet.settlement import Ending, Standing, Trace, endings, standing, trace, why
-from ray_weightsync.fleet.staging import Snapshot
+from ray_weightsync.fleet.snapshot import Snapshot
 from ray_weightsync.fleet.states import ReplicaEvent, ReplicaState
 from ray_weightsync.fleet.steps import Call, StepFailed, Timeline, chain
 from ray_weightsync.fleet.values import Sealed

@@ -17,7 +17,7 @@ from ray_weightsync.fleet.replica import Replica
 from ray_weightsync.fleet.reporting import report_of
 from ray_weightsync.fleet.restoring import restore
 from ray_weightsync.fleet.round import RoundLog
-from ray_weightsync.fleet.staging import Snapshot
+from ray_weightsync.fleet.snapshot import Snapshot
 from ray_weightsync.fleet.states import ReplicaEvent, ReplicaState
 from ray_weightsync.fleet.steps import StepFailed
 from ray_weightsync.fleet.turns import Busy

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from ray_weightsync.fleet.replica import Replica
 from ray_weightsync.fleet.roster import Roster
 from ray_weightsync.fleet.round import RoundLog
-from ray_weightsync.fleet.staging import Snapshot
+from ray_weightsync.fleet.snapshot import Snapshot
 from ray_weightsync.fleet.values import Settings
 from ray_weightsync.protocol.channel import PAUSE, SET_VERSION
 from ray_weightsync.report import ReplicaReport, SyncReport

@@ -12,7 +12,7 @@ from ray_weightsync.fleet.fence import fence
 from ray_weightsync.fleet.parts import Parts
 from ray_weightsync.fleet.replica import Replica
 from ray_weightsync.fleet.round import Aborted, Member, NotAll, RoundLog, RoundSpec
-from ray_weightsync.fleet.staging import Snapshot
+from ray_weightsync.fleet.snapshot import Snapshot
 from ray_weightsync.fleet.states import ReplicaState
 from ray_weightsync.fleet.steps import StepFailed
 from ray_weightsync.fleet.verdicts import aborted

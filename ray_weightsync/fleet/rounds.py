@@ -21,7 +21,8 @@ from ray_weightsync.fleet.replica import Replica
 from ray_weightsync.fleet.reporting import report_of
 from ray_weightsync.fleet.restoring import roll_back, spec_of
 from ray_weightsync.fleet.round import Aborted, NotAll, RoundLog
-from ray_weightsync.fleet.staging import AFTER_REPLY_S, Snapshot
+from ray_weightsync.fleet.snapshot import Snapshot
+from ray_weightsync.fleet.staging import AFTER_REPLY_S
 from ray_weightsync.fleet.states import ReplicaEvent, ReplicaState
 from ray_weightsync.fleet.steps import StepFailed
 from ray_weightsync.fleet.turns import Busy

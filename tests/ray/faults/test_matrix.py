@@ -1,6 +1,7 @@
 """{phase} x {raise, hang, late, lost, slow, kill, corrupt} x {replica, one rank}: nothing hangs, nothing torn serves, one round mends it.
 
-The rows of trainer, coordinator and driver are in `test_deaths`.
+The rows of the coordinator and the driver are in `tests/ray/life`, the trainer's in `tests/ray/session/test_dead_senders.py`,
+those of real engines in `tests/vllm/test_faults_in_flight.py` and `test_coordinator_dies.py`.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import pytest
 import ray
 import torch
 
+import ray_weightsync as rws
 from tests.ray.session.conftest import LIMIT_S, make_module
 
 README = Path(__file__).parents[3] / "README.md"
@@ -22,20 +23,23 @@ def test_the_python_blocks_run_in_order(engine_pool: list[Any], capsys: pytest.C
             for parameter in model.parameters():
                 parameter.add_(0.5)
 
+    another_engine = rws.TorchEngine.remote(make_module)
     names: dict[str, Any] = {
         "actors": engine_pool,
         "model": make_module(),
         "make_model": make_module,
         "train_one_step": train_one_step,
         "inputs": torch.ones(1, 16),
+        "another_engine": another_engine,
         "__name__": "readme",
     }
-    assert len(BLOCKS) == 4
+    assert len(BLOCKS) == 5
     for number, block in enumerate(BLOCKS):
         exec(compile(block, f"README.md, python block {number}", "exec"), names)
         if number == 0:
             versions = ray.get([engine.get_weight_version.remote() for engine in engine_pool], timeout=LIMIT_S)
             assert versions == ["2"] * 3
+    ray.kill(another_engine)
     assert names["report"].version == 1
     assert len(names["outputs"]) == 2
     assert "version 2 on 3 of 3 replicas" in capsys.readouterr().out

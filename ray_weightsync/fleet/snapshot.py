@@ -1,0 +1,77 @@
+"""One version's bytes on their way to the fleet, or sealed: what the coordinator knows of them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from ray_weightsync.fleet.replica import Replica
+from ray_weightsync.fleet.round import RoundLog
+from ray_weightsync.fleet.steps import StepFailed
+from ray_weightsync.fleet.values import Sealed
+from ray_weightsync.weights.plan import Plan
+
+
+@dataclass(eq=False)
+class Snapshot:
+    """One version's bytes under one plan, on their way or sealed.
+
+    Attributes:
+        id: The id of the round that writes it, chosen by whoever sends.
+        slot: The store's name for it.
+        log: That round's.
+        sealed: What the sender wrote; a `StepFailed` if it gave up.
+        store: Identity of the store that holds it; a store that is started anew is another one.
+        preflight: The check of the fleet beside the sender's packing: who takes part.
+        sealing: The store's part of sealing, beside the pause.
+        committing: A round brings it to the fleet right now.
+    """
+
+    id: str
+    slot: str
+    version: int | str
+    label: str
+    plan: Plan
+    node_id: str
+    store: str
+    address: dict[str, Any]
+    log: RoundLog
+    sealed: asyncio.Future[Sealed]
+    preflight: asyncio.Task[list[Replica]] | None = None
+    sealing: asyncio.Task[Any] | None = None
+    committing: bool = False
+
+    async def seal_of(self) -> Sealed:
+        """What the sender wrote, as soon as it has."""
+        return await asyncio.shield(self.sealed)
+
+    def written(self) -> Sealed:
+        """What the sender wrote; where it did not get to the end, what the plan announced, without a digest."""
+        if self.sealed.done() and self.sealed.exception() is None:
+            return self.sealed.result()
+        blocked_s = time.monotonic() - self.log.began
+        return Sealed(digest="", num_bytes=self.plan.weight_bytes, num_tensors=len(self.plan.tensors), stage_s=blocked_s)
+
+    def fail(self, why: StepFailed) -> None:
+        """It will not be sealed: whoever waits for that is told."""
+        if not self.sealed.done():
+            self.sealed.set_exception(why)
+            self.sealed.exception()  # marks it as seen: often nobody waits for it
+
+    async def judged(self) -> list[Replica]:
+        """Who takes part, by the preflight that runs beside the packing; its error says who refused."""
+        assert self.preflight is not None
+        return await asyncio.shield(self.preflight)
+
+    async def expected(self) -> dict[str, Any]:
+        """What each worker must have received (see the outcome call)."""
+        sealed = await self.seal_of()
+        return {
+            "plan": self.plan.digest,
+            "snapshot": self.slot,
+            "digest": sealed.digest,
+            "num_bytes": sealed.num_bytes,
+            "num_tensors": sealed.num_tensors,
+        }

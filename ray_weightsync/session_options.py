@@ -1,0 +1,87 @@
+"""What a session is attached or spawned with: checked before anything is started."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import ray
+from ray.actor import ActorHandle
+
+from ray_weightsync.config import (
+    AdoptPolicy,
+    CachePolicy,
+    FailurePolicy,
+    PauseMode,
+    PreflightMode,
+    Timeouts,
+    Transport,
+    as_transport,
+    require_choice,
+)
+from ray_weightsync.errors import ConfigError
+from ray_weightsync.fleet.values import Settings
+from ray_weightsync.weights.sources import SourceLike
+
+
+class EngineSpec(Protocol):
+    """What `WeightSync.spawn` takes: `TorchEngineSpec`, `VLLMEngineSpec`, or your own."""
+
+    def spawn(self, *, limit_s: float) -> list[ActorHandle[Any]]:
+        """Start the engines and return their handles when all are ready; on failure, end those already started."""
+        ...
+
+
+def settings_of(
+    *,
+    transport: Transport | str = "auto",
+    pause: PauseMode = "keep",
+    cache: CachePolicy = "recompute",
+    preflight: PreflightMode = "structural",
+    adopt: AdoptPolicy = "reported",
+    on_failure: FailurePolicy | None = None,
+    timeouts: Timeouts | None = None,
+) -> Settings:
+    """The options of `WeightSync.attach`, validated."""
+    require_choice("pause", pause, ("keep", "wait", "abort"))
+    require_choice("cache", cache, ("recompute", "keep", "salt"))
+    require_choice("preflight", preflight, ("structural",))
+    require_choice("adopt", adopt, ("reported", "never"))
+    policy = on_failure if on_failure is not None else FailurePolicy()
+    deadlines = timeouts if timeouts is not None else Timeouts()
+    if not isinstance(policy, FailurePolicy) or not isinstance(deadlines, Timeouts):
+        raise ConfigError("on_failure must be a FailurePolicy and timeouts a Timeouts")
+    return Settings(
+        transport=as_transport(transport),
+        transport_reason="asked for" if transport != "auto" else "auto: trainer and engines share a node's memory",
+        pause=pause,
+        cache=cache,
+        adopt=adopt,
+        on_failure=policy,
+        timeouts=deadlines,
+    )
+
+
+def attach_s(timeouts: Timeouts, *, take_over: bool) -> float:
+    """The longest that attaching may take: starting, resolving, claiming, and waiting for another session's round."""
+    return timeouts.connect_s + 4 * timeouts.attach_s + timeouts.preflight_s + (timeouts.round_s(0) if take_over else 0.0)
+
+
+def require_trainers(trainers: object) -> None:
+    if not isinstance(trainers, list | tuple):
+        raise ConfigError(f"trainers must be a list of actor handles, not {type(trainers).__name__}")
+    if len(trainers) > 1:
+        raise ConfigError(f"{len(trainers)} trainers given; this version takes one (gather there) or none (this process sends)")
+    for trainer in trainers:
+        if not hasattr(trainer, "rws_send_weights"):
+            raise ConfigError(f"{trainer!r} is no trainer: its class lacks TrainerMixin")
+
+
+def require_ray() -> None:
+    if not ray.is_initialized():
+        raise ConfigError("Ray is not initialised in this process; call ray.init() first")
+
+
+def given(source: SourceLike | None) -> SourceLike:
+    if source is None:
+        raise ConfigError("send_weights needs a source: a module, a state dict or a WeightSource (or attach(..., trainers=[actor]))")
+    return source
