@@ -17,6 +17,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 
 from ray_weightsync.weights.plan import Plan
+from ray_weightsync.worker import setup
 from ray_weightsync.worker.agreement import over_world_group
 from ray_weightsync.worker.identity import resident
 from ray_weightsync.worker.receiver import Receiver
@@ -116,6 +117,8 @@ class VLLMModel:
         self._unjudged = []
         if plan.target != "main":
             return [f"this engine's backend updates the main model only, not {plan.target!r}"]
+        if refused := setup.refusals(self._vllm_config):
+            return refused
         # vLLM sets its config around start, update and finish, but not around this call; some loaders read it.
         with set_current_vllm_config(self._vllm_config), disable_mtp_completeness_check():
             verdict = check_on_twin(
@@ -126,7 +129,7 @@ class VLLMModel:
                 aliases=self._reload.aliases,
                 shared=self._reload.shared,
             )
-        self._unjudged = list(verdict.unjudged)
+        self._unjudged = [*verdict.unjudged, *setup.losses(self._vllm_config)]
         for name, others in verdict.ties.items():  # kept for every plan: where a name leads is the model's affair
             self._ties[name] = self._ties.get(name, frozenset()) | others
         return list(verdict.problems)
