@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -54,26 +54,23 @@ class WeightSync(FleetLife):
 
     Attributes:
         name: The session's name; a `WeightSender` in another process joins by it.
-        engines: What was attached, in order: actor handles where the engines are actors, else the targets as given.
         coordinator: Handle of the coordinator actor; another one after it was lost and succeeded.
     """
 
     name: str
-    engines: tuple[Any, ...]
 
     def __init__(
         self,
         *,
         name: str,
         coordinator: ActorHandle[Any],
-        engines: Sequence[Any],
+        engines: Mapping[str, Any],
         trainers: Sequence[ActorHandle[Any]],
         settings: Settings,
         engine_factory: EngineFactory | None = None,
     ) -> None:
         self.name = name
         self._link = CoordinatorLink(name, coordinator, timeouts=settings.timeouts)
-        self.engines = tuple(engines)
         self._trainers = tuple(trainers)
         self._settings = settings
         attempts, retry_s = max(1, settings.on_failure.max_heals), settings.timeouts.health_interval_s
@@ -81,8 +78,13 @@ class WeightSync(FleetLife):
         self._follower = Follower(self._link, nothing_known(name), timeouts=settings.timeouts, logs_changes=True)
         self._sender: SnapshotSender | None = None
         self._keys: Keys = ()
-        self._targets: dict[str, Any] = {}
+        self._targets = dict(engines)
         self._closed = False
+
+    @property
+    def engines(self) -> tuple[Any, ...]:
+        """The engines as they were given, or made, in the order of joining; without those that were removed or replaced."""
+        return tuple(self._targets.values())
 
     @property
     def coordinator(self) -> ActorHandle[Any]:
@@ -143,13 +145,12 @@ class WeightSync(FleetLife):
         session = cls(
             name=chosen,
             coordinator=coordinator,
-            engines=[ref.target for ref in refs],
+            engines={str(ref.id): ref.target for ref in refs},
             trainers=trainers,
             settings=settings,
             engine_factory=engine_factory,
         )
         session._keys = keys
-        session._targets.update({str(ref.id): ref.target for ref in refs})
         try:
             limit_s = attach_s(settings.timeouts, take_over=take_over)
             status: FleetStatus = session._link.ask("attach", refs, take_over, keys, limit_s=limit_s)

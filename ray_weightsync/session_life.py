@@ -41,11 +41,11 @@ class FleetLife:
 
     # --- repair -------------------------------------------------------------------------------------------------------------
 
-    def heal(self, *replicas: str) -> SyncReport:
+    def heal(self, *replicas: str | ReplicaStatus) -> SyncReport:
         """Bring replicas to the version last committed, from its snapshot. The trainer is not needed and the others are not touched.
 
         Args:
-            replicas: Ids; by default all that are QUARANTINED, STALE or JOINING.
+            replicas: Ids, or replicas of a status; by default all that are QUARANTINED, STALE or JOINING.
 
         Raises:
             ConfigError: for an id that is unknown or retired.
@@ -56,7 +56,7 @@ class FleetLife:
         self._require_open()
         round_id, limit_s = uuid.uuid4().hex, self._turn_s()
         self._link.reach()
-        asked = self._link.submit("heal", round_id, list(replicas))
+        asked = self._link.submit("heal", round_id, [_id_of(replica) for replica in replicas])
         report: SyncReport = self._link.answer(asked, "heal", round_id=round_id, limit_s=limit_s)
         return report
 
@@ -103,7 +103,7 @@ class FleetLife:
         self._keys = (*self._keys, *new)
         return new
 
-    def replace(self, replica: str, engine: EngineLike) -> str:
+    def replace(self, replica: str | ReplicaStatus, engine: EngineLike) -> str:
         """Take an engine in, in the place of a replica. That one is retired when no round is in progress; its engine is left running.
 
         To keep up capacity, `add` the new one first, `wait_serving`, and then `remove` the old one.
@@ -116,8 +116,9 @@ class FleetLife:
             AttachError: if the engine cannot be attached; nothing changed.
         """
         self._require_open()
-        new = self._replace(replica, engine, limit_s=self._settings.timeouts.attach_s)
-        self._replacer.end_retired(replica)
+        old = _id_of(replica)
+        new = self._replace(old, engine, limit_s=self._settings.timeouts.attach_s)
+        self._replacer.end_retired(old)
         return new
 
     def replace_lost(self, replica: str, engine: EngineLike) -> str:
@@ -129,15 +130,16 @@ class FleetLife:
         asked_s = self._turn_s() + self._join_s(limit_s)
         new: str = self._link.ask("replace", replica, ref, self._kept([ref]), limit_s, limit_s=asked_s)
         self._targets[new] = ref.target
+        self._targets.pop(replica, None)
         return new
 
-    def remove(self, replica: str, *, drain_s: float | None = None) -> None:
+    def remove(self, replica: str | ReplicaStatus, *, drain_s: float | None = None) -> None:
         """Let a replica go: out of the serving set at once, retired when no round is in progress.
 
         Its engine is left running as it is; one that the session spawned is ended.
 
         Args:
-            replica: Its id.
+            replica: Its id, or itself in a status.
             drain_s: Seconds to wait for the end of its requests.
 
         Raises:
@@ -147,8 +149,10 @@ class FleetLife:
         self._require_open()
         if drain_s is not None:
             _require_seconds("drain_s", drain_s)
-        self._link.ask("remove", replica, drain_s, limit_s=self._turn_s() + (drain_s or 0.0))
-        self._replacer.end_retired(replica)
+        old = _id_of(replica)
+        self._link.ask("remove", old, drain_s, limit_s=self._turn_s() + (drain_s or 0.0))
+        self._targets.pop(old, None)
+        self._replacer.end_retired(old)
 
     def wait_serving(self, num: int | None = None, *, timeout_s: float) -> tuple[ReplicaStatus, ...]:
         """Wait until replicas serve.
@@ -251,6 +255,10 @@ def serving_enough(status: FleetStatus, num: int | None) -> tuple[ReplicaStatus,
     members = [replica for replica in status.replicas if replica.state != "RETIRED"]
     wanted = max(len(members), 1) if num is None else num
     return serving if len(serving) >= wanted else None
+
+
+def _id_of(replica: str | ReplicaStatus) -> str:
+    return replica.id if isinstance(replica, ReplicaStatus) else replica
 
 
 def _require_seconds(name: str, value: object) -> None:

@@ -81,7 +81,8 @@ def test_engines_are_added_replaced_and_removed_while_requests_are_answered(star
         fleet.sync.remove("r0", drain_s=LIMIT_S)
         assert ray.get(fleet.engines[0].get_weight_version.remote(), timeout=LIMIT_S) == "1", "it is left running as it is"
         assert fleet.sync.send_weights(modules["2"], version=2).committed == ("r1", "r2")
-        assert fleet.sync.replace("r1", fourth) == "r3"
+        assert fleet.sync.replace(fleet.sync.serving()[0], fourth) == "r3"
+        assert fleet.sync.engines == (third, fourth)
         assert [each.id for each in fleet.sync.wait_serving(timeout_s=LIMIT_S)] == ["r2", "r3"]
         wait_answered_by(answered, "r3", fleet.sync)
     assert states(fleet.sync.status()) == {"r0": "RETIRED", "r1": "RETIRED", "r2": "SERVING", "r3": "SERVING"}
