@@ -18,6 +18,7 @@ from typing import Any
 import ray
 import torch
 
+import ray_weightsync as rws
 from ray_weightsync.transports.host.store import SnapshotStore
 from ray_weightsync.transports.host.writer import SlotWriter
 from ray_weightsync.weights.plan import ParamMeta, Plan
@@ -31,6 +32,9 @@ CALL_LIMIT_S = 120
 START_LIMIT_S = 400  # 30 s on a quiet machine
 
 Pairs = dict[str, torch.Tensor]
+
+LEFT_FENCED = rws.FailurePolicy(auto_heal=False)
+"""For tests that look at a fenced engine: a health check would mend it meanwhile."""
 
 
 def engine_env(tensor_parallel_size: int) -> dict[str, str]:

@@ -14,7 +14,7 @@ import ray
 
 import ray_weightsync as rws
 from tests.vllm import support
-from tests.vllm.support import CALL_LIMIT_S, NUM_TOKENS, PROMPTS, Pairs
+from tests.vllm.support import CALL_LIMIT_S, LEFT_FENCED, NUM_TOKENS, PROMPTS, Pairs
 
 Tokens = list[list[int]]
 Answer = tuple[list[int], list[str], int]
@@ -66,7 +66,7 @@ def own_engine(checkpoints: Any, fresh_b: dict[int, Tokens]) -> Iterator[Any]:
 
 @pytest.fixture
 def sync(own_engine: Any) -> Iterator[rws.WeightSync]:
-    with rws.WeightSync.attach([rws.EngineRef(own_engine, attr="llm")]) as sync:
+    with rws.WeightSync.attach([rws.EngineRef(own_engine, attr="llm")], on_failure=LEFT_FENCED) as sync:
         yield sync
     assert ray.get(own_engine.leftovers.remote(), timeout=CALL_LIMIT_S) == []
 
@@ -112,7 +112,9 @@ def tokens_of(engine: Any) -> Tokens:
 def test_requests_queued_around_the_update_are_answered_by_whole_weights_under_their_version(
     own_engine: Any, checkpoints: Any, pairs_a: Pairs, pairs_b: Pairs, fresh_b: dict[int, Tokens], overlap: bool
 ) -> None:
-    with rws.WeightSync.attach([rws.EngineRef(own_engine, attr="llm")], transport=rws.Host(overlap=overlap)) as sync:
+    with rws.WeightSync.attach(
+        [rws.EngineRef(own_engine, attr="llm")], transport=rws.Host(overlap=overlap), on_failure=LEFT_FENCED
+    ) as sync:
         sync.send_weights(pairs_a, version="a")
         right = {"a": tokens_of(own_engine), "b": fresh_b[1]}
         assert right["a"] != right["b"]

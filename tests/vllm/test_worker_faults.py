@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import ray_weightsync as rws
-from tests.vllm.support import Driver, Pairs, Stage
+from tests.vllm.support import LEFT_FENCED, Driver, Pairs, Stage
 
 Tokens = dict[int, list[list[int]]]
 
@@ -215,7 +215,7 @@ def test_an_engine_that_somebody_elses_failing_call_put_out_of_step_is_found_by_
     """Before any byte is sent to it, in a session that has used it and in a new one; it cannot be healed, only replaced."""
     engines = [rws.EngineRef(each.handle, attr="llm") for each in (engine_tp1, doomed)]
     doomed.describe()
-    with rws.WeightSync.attach(engines) as sync:
+    with rws.WeightSync.attach(engines, on_failure=LEFT_FENCED) as sync:
         sync.send_weights(pairs_a, version="good")
         with pytest.raises(Exception, match="somebody else's failure"):
             doomed.rpc("rws_test_raise", 0)
@@ -234,5 +234,5 @@ def test_an_engine_that_somebody_elses_failing_call_put_out_of_step_is_found_by_
     told = doomed.rpc("rws_describe", "fresh nonce")
     assert told[0]["nonce"] == "fresh nonce"
     assert "fresh nonce" not in str(told[1]), "rank 1 answers an earlier call"
-    with rws.WeightSync.attach(engines[:1]) as sync:
+    with rws.WeightSync.attach(engines[:1], on_failure=LEFT_FENCED) as sync:
         assert sync.send_weights(pairs_b, version="without it").committed == ("r0",)

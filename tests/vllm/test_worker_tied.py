@@ -10,7 +10,7 @@ import torch
 
 import ray_weightsync as rws
 from tests.vllm.conftest import Checkpoints
-from tests.vllm.support import Driver, Pairs, Stage, checkpoint, plan_of, start_engine, started, stop_engine, tokens_of
+from tests.vllm.support import LEFT_FENCED, Driver, Pairs, Stage, checkpoint, plan_of, start_engine, started, stop_engine, tokens_of
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -72,7 +72,7 @@ class TiedModule(torch.nn.Module):
 
 def test_a_tied_module_is_sent_under_both_names_and_gives_a_fresh_engines_output(tied: Tied, checkpoints: Checkpoints) -> None:
     module = TiedModule(checkpoint(checkpoints.tied_b))
-    with rws.WeightSync.attach([rws.EngineRef(tied.engine.handle, attr="llm")]) as sync:
+    with rws.WeightSync.attach([rws.EngineRef(tied.engine.handle, attr="llm")], on_failure=LEFT_FENCED) as sync:
         sync.send_weights(checkpoint(checkpoints.tied_a), version="a")
         assert tied.engine.tokens() != tied.fresh_b
         report = sync.send_weights(module, version="b")
@@ -83,7 +83,7 @@ def test_a_tied_module_is_sent_under_both_names_and_gives_a_fresh_engines_output
 @pytest.mark.parametrize(("sent", "missing"), [(EMBED, HEAD), (HEAD, EMBED)])
 def test_a_session_refuses_one_name_alone(tied: Tied, checkpoints: Checkpoints, sent: str, missing: str) -> None:
     source = rws.ModuleSource(TiedModule(checkpoint(checkpoints.tied_b)), skip=missing)
-    with rws.WeightSync.attach([rws.EngineRef(tied.engine.handle, attr="llm")]) as sync:
+    with rws.WeightSync.attach([rws.EngineRef(tied.engine.handle, attr="llm")], on_failure=LEFT_FENCED) as sync:
         with pytest.raises(rws.RoundAborted, match=f"{missing} would be given nothing"):
             sync.send_weights(source, version="half")
         assert sync.status().ordinal == 0
@@ -93,7 +93,7 @@ def test_two_values_for_tied_names_are_an_error_that_names_both_before_any_engin
     module = TiedModule(checkpoint(checkpoints.tied_b))
     module.lm_head.weight = torch.nn.Parameter(module.lm_head.weight + 1)
     tokens = tied.engine.tokens()
-    with rws.WeightSync.attach([rws.EngineRef(tied.engine.handle, attr="llm")]) as sync:
+    with rws.WeightSync.attach([rws.EngineRef(tied.engine.handle, attr="llm")], on_failure=LEFT_FENCED) as sync:
         with pytest.raises(rws.ConfigError, match=f"{HEAD}.*{EMBED}.*differ"):
             sync.send_weights(module, version="torn")
         assert sync.status().ordinal == 0
@@ -127,7 +127,7 @@ def test_two_values_in_a_plain_state_dict_are_told_by_the_worker_and_the_next_ro
 
 
 def test_a_session_fences_engines_that_were_sent_two_values(tied: Tied, checkpoints: Checkpoints) -> None:
-    with rws.WeightSync.attach([rws.EngineRef(tied.engine.handle, attr="llm")]) as sync:
+    with rws.WeightSync.attach([rws.EngineRef(tied.engine.handle, attr="llm")], on_failure=LEFT_FENCED) as sync:
         sync.send_weights(checkpoint(checkpoints.tied_a), version="a")
         with pytest.raises(rws.FleetTorn, match=f"{EMBED} and {HEAD} are one tensor"):
             sync.send_weights(torn(checkpoints), version="torn")
