@@ -146,7 +146,7 @@ def test_spawned_engines_are_made_anew_from_their_spec_and_end_with_their_replic
         ray.kill(sync.engines[0])
         until(fleet, lambda status: status.serving == ("r1", "r2"))
         sync.remove("r1", drain_s=LIMIT_S)
-        wait_ended(sync.engines[1])
+        wait_ended(fleet.engines[1])
         assert sync.add(count=1) == ("r3",)
         sync.wait_serving(2, timeout_s=LIMIT_S)
         assert sync.send_weights(make_module(), version=2).committed == ("r2", "r3")
