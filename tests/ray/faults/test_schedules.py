@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
 from tests.ray.faults.ground import Ground
 from tests.ray.faults.schedules import Counts, run, schedules
 
@@ -11,6 +13,7 @@ SEED = int(os.environ.get("RWS_SEED", "20261129"))
 COUNT = 200
 
 
+@pytest.mark.timeout(1200)
 def test_two_hundred_random_fault_schedules_are_survived(ground: Ground) -> None:
     print(f"seed {SEED} (RWS_SEED sets it)")
     counts = Counts()
