@@ -47,6 +47,11 @@ def version_label(version: int | str) -> str:
     return label
 
 
+def tombstone(of: str) -> str:
+    """The label of an engine whose weights are torn or not committed, since ``of``: a round, or what else was done to it."""
+    return f"{TOMBSTONE_PREFIX}{of}"
+
+
 def is_tombstone(label: str | None) -> bool:
     """Whether an engine's label says that its weights are torn or not committed."""
     return label is not None and label.startswith(TOMBSTONE_PREFIX)

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 
-from ray_weightsync.config import TOMBSTONE_PREFIX
+from ray_weightsync.config import tombstone
 from ray_weightsync.engines.resolve import resolve
 from ray_weightsync.errors import AttachError, RoundAborted, WeightSyncError
 from ray_weightsync.fleet import takeover
@@ -202,7 +202,7 @@ class Coordinator:
         try:
             # Half-updated weights may be in there: marked and paused before the flush makes them look whole.
             if channel.supports(SET_VERSION):
-                await asyncio.wait_for(channel.call(SET_VERSION, f"{TOMBSTONE_PREFIX}flushed"), self._timeouts.commit_s)
+                await asyncio.wait_for(channel.call(SET_VERSION, tombstone("flushed")), self._timeouts.commit_s)
             if channel.supports(PAUSE):
                 await asyncio.wait_for(channel.call(PAUSE, mode="keep", clear_cache=False), self._timeouts.pause_s)
             await asyncio.wait_for(channel.call(FINISH), self._timeouts.finish_s)

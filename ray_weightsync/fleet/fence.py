@@ -9,7 +9,6 @@ from functools import partial
 
 from ray_weightsync.fleet.replica import Replica
 from ray_weightsync.fleet.round import RoundSpec
-from ray_weightsync.fleet.states import ReplicaEvent
 from ray_weightsync.fleet.steps import Call, StepFailed, Timeline, chain
 from ray_weightsync.protocol.channel import PAUSE, SET_VERSION
 
@@ -21,9 +20,7 @@ def fence(replica: Replica, why: StepFailed, *, spec: RoundSpec, timeline: Timel
 
     What cannot be done because the replica owes an answer is done when it has answered; nobody waits for one that seems to be dead.
     """
-    replica.happen(ReplicaEvent.FAIL, error=str(why))
-    replica.version = None
-    replica.fenced_by_us = True
+    replica.lose_weights(str(why))
     # Where the label was on its way it may have reached the process that came after; else that one is none of our business.
     incarnation = None if why.phase in ("commit", "cache", "resume") else replica.engine.facts.incarnation
     act = partial(

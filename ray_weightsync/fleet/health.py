@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
-from ray_weightsync.config import TOMBSTONE_PREFIX, is_tombstone
+from ray_weightsync.config import is_tombstone, tombstone
 from ray_weightsync.errors import RoundAborted
 from ray_weightsync.fleet.cluster import Process
 from ray_weightsync.fleet.fence import fence_engine
@@ -138,7 +138,7 @@ class Health:
             for replica in [each for each in self._roster.members if each.id in loose and is_loose(each)]:
                 logger.warning("%s is fenced, and somebody resumed it; it is paused again", replica.id)
                 release = self._parts.settings.on_failure.release_requests
-                await fence_engine(replica, f"{TOMBSTONE_PREFIX}{holder}", limit_s=timeouts.resume_s, release=release, timeline=Timeline())
+                await fence_engine(replica, tombstone(holder), limit_s=timeouts.resume_s, release=release, timeline=Timeline())
         finally:
             self._parts.end_turn(holder)
 

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from ray_weightsync.engines.resolve import require_distinct
 from ray_weightsync.errors import AttachError, ConfigError
@@ -17,9 +16,6 @@ from ray_weightsync.fleet.repair import Repair
 from ray_weightsync.fleet.replica import Replica
 from ray_weightsync.fleet.states import ReplicaEvent, ReplicaState
 from ray_weightsync.fleet.steps import StepFailed
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 
@@ -50,12 +46,7 @@ class Membership:
         if self._joined(replicas):
             return tuple(replica.id for replica in replicas)
         self._require_new(replicas, self._roster.members)
-        await self._parts.claims.claim(replicas, limit_s=self._parts.timeouts.attach_s)
-        try:
-            self._roster.join(replicas)
-        except BaseException:
-            await self._parts.claims.release(replicas)
-            raise
+        await self._join(replicas)
         self._parts.spawn(self._repair.bring_in(replicas))
         return tuple(replica.id for replica in replicas)
 
@@ -73,18 +64,21 @@ class Membership:
         turn = await self._repair.turn("replace")
         try:
             self._replaceable(replica_id)  # somebody may have been faster
-            await self._parts.claims.claim([replica], limit_s=self._parts.timeouts.attach_s)
-            try:
-                self._roster.join([replica])
-            except BaseException:
-                await self._parts.claims.release([replica])
-                raise
+            await self._join([replica])
             old.replaced_by = replica.id
             await self._retire(old, f"replaced by {replica.id}")
         finally:
             self._parts.end_turn(turn)
         self._parts.spawn(self._repair.bring_in([replica]))
         return replica.id
+
+    async def _join(self, replicas: Sequence[Replica]) -> None:
+        await self._parts.claims.claim(replicas, limit_s=self._parts.timeouts.attach_s)
+        try:
+            self._roster.join(replicas)
+        except BaseException:
+            await self._parts.claims.release(replicas)
+            raise
 
     def _joined(self, replicas: Sequence[Replica]) -> bool:
         """Whether they are members already, by these ids."""

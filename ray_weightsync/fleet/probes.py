@@ -6,11 +6,11 @@ import asyncio
 import dataclasses
 from collections.abc import Mapping
 
+from ray_weightsync.config import tombstone
 from ray_weightsync.errors import CallFailure
 from ray_weightsync.fleet.fence import fence_engine
 from ray_weightsync.fleet.parts import Parts
 from ray_weightsync.fleet.replica import Replica
-from ray_weightsync.fleet.states import ReplicaEvent
 from ray_weightsync.fleet.steps import StepFailed, Timeline
 from ray_weightsync.fleet.verdicts import verdict
 from ray_weightsync.report import ReplicaReport, SyncReport
@@ -47,11 +47,11 @@ async def refuse(parts: Parts, report: SyncReport, complaints: Mapping[str, str]
 async def _fence(parts: Parts, replica: Replica, complaint: str, round_id: str) -> None:
     timeouts = parts.timeouts
     failed = StepFailed(PHASE, CallFailure(message=complaint, kind="raised", elapsed_s=0.0), timeouts.attest_s)
-    replica.happen(ReplicaEvent.FAIL, error=str(failed))
-    replica.version, replica.fenced_by_us, replica.probe_failed = None, True, True
+    replica.lose_weights(str(failed))
+    replica.probe_failed = True
     parts.roster.changed()
     release = parts.settings.on_failure.release_requests
-    await fence_engine(replica, f"!rws:{round_id}", limit_s=timeouts.resume_s, release=release, timeline=Timeline())
+    await fence_engine(replica, tombstone(round_id), limit_s=timeouts.resume_s, release=release, timeline=Timeline())
 
 
 def _amended(report: SyncReport, refused: Mapping[str, Replica], complaints: Mapping[str, str]) -> SyncReport:

@@ -105,6 +105,11 @@ class Replica:
         if before is not self.state:
             logger.info("%s: %s -> %s%s", self.id, before.value, self.state.value, f" ({error})" if error else "")
 
+    def lose_weights(self, why: str) -> None:
+        """It holds no version that may be served, and is kept from serving until this session has brought it one."""
+        self.happen(ReplicaEvent.FAIL, error=why)
+        self.version, self.fenced_by_us = None, True
+
     def forget_incarnation(self) -> None:
         """The engine restarted: whatever its earlier process knew or proved is gone."""
         self.plans.clear()

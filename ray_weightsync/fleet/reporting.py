@@ -40,7 +40,7 @@ def report_of(
         transport_reason=settings.transport_reason,
         num_bytes=written.num_bytes,
         num_tensors=written.num_tensors,
-        phases_s={phase: timeline.wall_s(phase) for phase in timeline.spans},
+        phases_s={phase: timeline.span_s(phase) for phase in timeline.spans},
         apply_s=timeline.span_s("start", "update", "finish", "outcome"),
         replicas=tuple(replicas),
         pause_s=max((replica.pause_s for replica in replicas), default=0.0),

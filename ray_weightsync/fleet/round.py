@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from ray_weightsync.config import CachePolicy, FailurePolicy, PauseMode, Timeouts, is_tombstone
+from ray_weightsync.config import CachePolicy, FailurePolicy, PauseMode, Timeouts, is_tombstone, tombstone
 from ray_weightsync.fleet.replica import Replica
 from ray_weightsync.fleet.steps import StepFailed, Timeline
 from ray_weightsync.protocol.channel import GET_VERSION, IS_PAUSED
@@ -51,7 +51,7 @@ class RoundSpec:
 
     @property
     def tombstone(self) -> str:
-        return f"!rws:{self.round_id}"
+        return tombstone(self.round_id)
 
     @property
     def apply_limit_s(self) -> float:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import StrEnum
 
-from ray_weightsync.config import is_tombstone
+from ray_weightsync.config import is_tombstone, tombstone
 from ray_weightsync.engines.facts import EngineFacts
 from ray_weightsync.fleet.journal import MemberRecord, RoundRecord
 from ray_weightsync.fleet.states import ReplicaState
@@ -60,7 +60,7 @@ def trace(found: EngineFacts | None, member: MemberRecord, round_id: str, label:
         return Trace.UNREACHED
     if found.incarnation != member.incarnation:
         return Trace.RESTARTED
-    marked = found.version == f"!rws:{round_id}"
+    marked = found.version == tombstone(round_id)
     begun = any(worker.round == round_id for worker in found.workers)
     if any(worker.update_open for worker in found.workers):
         return Trace.OPEN if begun or marked else Trace.FOREIGN

@@ -6,13 +6,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ray_weightsync.config import TOMBSTONE_PREFIX, require_choice
+from ray_weightsync.config import require_choice, tombstone
 from ray_weightsync.errors import ConfigError, WeightSyncError
 from ray_weightsync.fleet.parts import Parts
 from ray_weightsync.fleet.preflight import look
 from ray_weightsync.fleet.repair import Repair
 from ray_weightsync.fleet.replica import Replica
-from ray_weightsync.fleet.states import ReplicaEvent, ReplicaState
+from ray_weightsync.fleet.states import ReplicaState
 from ray_weightsync.fleet.steps import Call, StepFailed, Timeline, chain
 from ray_weightsync.protocol.channel import PAUSE, RESUME, SET_VERSION, SLEEP, WAKE_UP
 from ray_weightsync.protocol.fanout import fan_out
@@ -47,14 +47,14 @@ class SleepMode:
         calls = [Call(SLEEP, self._parts.timeouts.finish_s, SLEEP, (level,))]
         if level > 1 and replica.engine.channel.supports(SET_VERSION):
             # Its label must not outlive its weights: whoever wakes it up would serve whatever is in that memory under a valid version.
-            calls.insert(0, Call("mark", self._parts.timeouts.commit_s, SET_VERSION, (f"{TOMBSTONE_PREFIX}asleep",)))
+            calls.insert(0, Call("mark", self._parts.timeouts.commit_s, SET_VERSION, (tombstone("asleep"),)))
         try:
             await self._chain(replica, SLEEP, calls)
         except StepFailed as failed:
             await self._undo_sleep(replica, found, failed, level=level)
             raise
         if level > 1:
-            self._lost_weights(replica, "its weights were given up by sleep(level=2); a round or a repair brings them back")
+            replica.lose_weights("its weights were given up by sleep(level=2); a round or a repair brings them back")
         replica.asleep_tags = set(RESIDENT)
         await self._look(replica)
 
@@ -74,13 +74,9 @@ class SleepMode:
         except StepFailed as again:
             why = f"{why}; and it could not be left as it was: {again}"
         if level > 1:
-            self._lost_weights(replica, why)
+            replica.lose_weights(why)
         else:
             replica.asleep_tags = set(RESIDENT)
-
-    def _lost_weights(self, replica: Replica, why: str) -> None:
-        replica.happen(ReplicaEvent.FAIL, error=why)
-        replica.version, replica.fenced_by_us = None, True
 
     async def _wake(self, replica: Replica, *, tags: list[str] | None) -> None:
         calls = [Call(WAKE_UP, self._parts.timeouts.finish_s, WAKE_UP, (tags,))]

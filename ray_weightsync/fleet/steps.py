@@ -54,9 +54,6 @@ class Timeline:
         first, last = self.spans.get(phase, (began, ended))
         self.spans[phase] = (min(first, began), max(last, ended))
 
-    def wall_s(self, phase: str) -> float:
-        return self.span_s(phase)
-
     def span_s(self, *phases: str) -> float:
         """Seconds from the first beginning to the last end of ``phases``."""
         spans = [self.spans[phase] for phase in phases if phase in self.spans]

@@ -17,6 +17,8 @@ import traceback
 import types
 from typing import Any
 
+from ray_weightsync.protocol.channel import REQUIRED_VERBS  # the constant, not its module: it travels with whatever refers to it
+
 Steps = list[tuple[str, tuple[Any, ...], dict[str, Any]]]
 """Calls to make in order: verb, positional arguments, keyword arguments."""
 
@@ -24,9 +26,6 @@ STORE = "_ray_weightsync_calls"
 """Name under which a process keeps its unanswered calls. Not an attribute of the actor: users pickle and compare their objects."""
 
 MAX_KEPT = 256
-
-REQUIRED = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
-"""What makes an object an engine; equal to `channel.REQUIRED_VERBS`, whose module does not travel."""
 
 
 def resolve(actor: Any, path: str) -> Any:
@@ -217,7 +216,7 @@ def source(actor: Any, path: str) -> Any:
     engine = resolve(actor, path)
     if path or config_of(engine) is not None:
         return engine
-    held = holders(actor, REQUIRED)
+    held = holders(actor, REQUIRED_VERBS)
     return getattr(actor, held[0]) if len(held) == 1 else engine
 
 

@@ -16,31 +16,25 @@ from ray_weightsync.fleet.claims import Claims, HandOver, Holder, identity_of
 from ray_weightsync.fleet.cluster import Process
 from ray_weightsync.fleet.replica import Replica
 from ray_weightsync.fleet.states import ReplicaEvent, ReplicaState
-from tests.unit.fleet.fakes import FakeEngine
+from tests.unit.fleet.fakes import FakeEngine, FakeKeys
 
 
-class ControlPlane:
-    """Ray's, in memory: the claims that stand, and who is dead."""
+class ControlPlane(FakeKeys):
+    """Ray's, in memory: the claims that stand, and who is dead. Claims ask it on threads."""
 
     def __init__(self) -> None:
-        self.values: dict[str, bytes] = {}
+        super().__init__()
         self.gone: set[Process] = set()
         self.asked = 0
         self._lock = threading.Lock()
 
     def put_if_absent(self, key: str, value: bytes) -> bool:
         with self._lock:
-            return self.values.setdefault(key, value) is value
-
-    def get(self, key: str) -> bytes | None:
-        return self.values.get(key)
-
-    def delete(self, key: str) -> None:
-        self.values.pop(key, None)
+            return super().put_if_absent(key, value)
 
     def keys(self, prefix: str) -> list[str]:
         self.asked += 1
-        return [key for key in list(self.values) if key.startswith(prefix)]
+        return super().keys(prefix)
 
     def is_gone(self, process: Process) -> bool:
         return process in self.gone
