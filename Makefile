@@ -26,6 +26,7 @@ soak: $(VENV)/.test
 
 bench: $(VENV)/.demo
 	$(RUN) benchmarks/host_round.py
+	$(RUN) benchmarks/many_tensors.py
 
 # torch is named first and pinned: left to itself, pip would fetch gigabytes of CUDA that no CPU test needs.
 $(VENV)/.demo: pyproject.toml constraints.txt

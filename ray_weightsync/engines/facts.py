@@ -34,6 +34,7 @@ class WorkerFacts:
     Attributes:
         nonce: The nonce of the question, echoed; an older one means that this worker's replies are out of step.
         plans: Digests of the plans it accepted, oldest first.
+        judging: Digest of the plan that it is still judging, a piece with each question.
         unjudged: By plan digest, what its structural check could not judge.
         resident: Which of ``"weights"`` and ``"kv_cache"`` are in memory.
         failure: What went wrong in its latest session, if anything did.
@@ -44,6 +45,7 @@ class WorkerFacts:
     world_size: int
     package_version: str
     plans: tuple[str, ...] = ()
+    judging: str | None = None
     unjudged: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     update_open: bool = False
     round: str | None = None

@@ -52,9 +52,9 @@ class WorkerExtension:
         """
         try:
             engine = getattr(self, "weight_transfer_engine", None)
-            updates = getattr(engine, "updates", None)
-            if updates is not None:
-                return dict(updates.describe(nonce))
+            describe = getattr(engine, "describe", None)
+            if describe is not None:
+                return dict(describe(nonce))
             failure = f"{MARKER}this worker's weight-transfer backend is {type(engine).__name__}, not {BACKEND!r}"
         except Exception as error:
             failure = f"{MARKER}this worker cannot describe itself: {words_of(error)}"

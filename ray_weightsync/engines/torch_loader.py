@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from ray_weightsync.weights.copying import flat_bytes
+from ray_weightsync.weights.piecemeal import yield_point
 from ray_weightsync.weights.plan import Plan
 from ray_weightsync.weights.ties import shared_names
 
@@ -44,6 +45,7 @@ class ModuleLoader:
         problems = [] if plan.target == "main" else [f"the engine has no {plan.target!r} model, only 'main'"]
         brought = set()
         for spec in plan.tensors:
+            yield_point()
             target = self._targets.get(spec.name)
             if target is None:
                 problems.append(f"{spec.name} is unknown to the engine's model")

@@ -1,10 +1,11 @@
 """Before anything changes: is every member who we think it is, able to take this plan, and in sight of the bytes?
 
-One cheap call per replica and round; a plan is sent, and judged on the workers' meta twins, once per incarnation.
+One cheap call per replica and round; a plan is sent, and judged on the workers' meta twins, once per incarnation, while requests go on.
 """
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import Awaitable, Callable
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from ray_weightsync.engines.facts import EngineFacts
 
 PHASE = "preflight"
+
+JUDGING_S_PER_TENSOR = 0.005
+"""What judging a tensor may take on an engine that is busy with long steps: 0.1 ms of work, 4 ms of it between two steps."""
 
 
 def refusal(facts: EngineFacts) -> str | None:
@@ -131,5 +135,29 @@ async def check(
         replica.stores.add(store)
     forgotten = any(plan.digest not in worker.plans for worker in replica.engine.facts.workers)
     if forgotten or plan.digest not in replica.plans:
-        await step(replica, PHASE, INIT, {"op": "plan", "plan": plan.to_wire()}, limit_s=timeouts.preflight_s, timeline=timeline)
+        wire = plan.to_wire()
+        if replica.engine.facts.workers:
+            await step(replica, PHASE, INIT, {"op": "judge", "plan": wire}, limit_s=timeouts.preflight_s, timeline=timeline)
+            await _judged(replica, plan, timeouts=timeouts, timeline=timeline)
+        await step(replica, PHASE, INIT, {"op": "plan", "plan": wire}, limit_s=timeouts.preflight_s, timeline=timeline)
         replica.plans.add(plan.digest)
+
+
+async def _judged(replica: Replica, plan: Plan, *, timeouts: Timeouts, timeline: Timeline) -> None:
+    """Wait until every worker has judged the plan. Each look lets it judge for some ms, so that its requests go on in between.
+
+    Raises:
+        StepFailed: if one is not done in time.
+    """
+    limit_s = timeouts.preflight_s + JUDGING_S_PER_TENSOR * len(plan.tensors)
+    began = time.monotonic()
+    while True:
+        asked = time.monotonic()
+        await look(replica, timeouts=timeouts, timeline=timeline)
+        busy = [worker.rank for worker in replica.engine.facts.workers if worker.judging == plan.digest]
+        if not busy:
+            return
+        if (elapsed_s := time.monotonic() - began) > limit_s:
+            message = f"its workers {busy} are still judging the plan (tensors: {len(plan.tensors)})"
+            raise StepFailed(PHASE, CallFailure(message=message, kind="unanswered", elapsed_s=elapsed_s), limit_s)
+        await asyncio.sleep(time.monotonic() - asked)  # half of the engine's time stays for its requests

@@ -16,6 +16,7 @@ import xxhash
 
 from ray_weightsync.errors import ConfigError
 from ray_weightsync.weights.dtypes import dtype_name
+from ray_weightsync.weights.piecemeal import yield_point
 from ray_weightsync.weights.tensor_spec import (
     ALIGN,
     MAX_PAYLOAD_BYTES,
@@ -32,6 +33,7 @@ from ray_weightsync.weights.tensor_spec import (
 __all__ = ["ALIGN", "ParamMeta", "ParamMetaLike", "Plan", "Segment", "TensorSpec"]
 
 _WIRE_FORMAT = 1
+_AT_ONCE = 512
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class Plan:
         check_names([spec.name for spec in self.tensors])
         offset = 0
         for spec in self.tensors:
+            yield_point()
             nbytes = checked_nbytes(spec.name, spec.dtype, spec.shape)
             if spec.offset != offset or spec.nbytes != nbytes:
                 raise ConfigError(
@@ -121,6 +124,7 @@ class Plan:
         specs = []
         offset = 0
         for name, (dtype, shape) in zip(names, layouts, strict=True):
+            yield_point()
             nbytes = checked_nbytes(name, dtype, shape)
             specs.append(TensorSpec(name, dtype, shape, offset, nbytes))
             offset += round_up(nbytes)
@@ -139,8 +143,13 @@ class Plan:
     @cached_property
     def structure_digest(self) -> str:
         """32 hex digits over order, names, dtypes and shapes, whatever the target."""
-        text = json.dumps([[spec.name, spec.dtype, spec.shape] for spec in self.tensors], separators=(",", ":"))
-        return xxhash.xxh3_128_hexdigest(text.encode())
+        hasher = xxhash.xxh3_128(b"[")
+        for start in range(0, len(self.tensors), _AT_ONCE):
+            yield_point()
+            some = [[spec.name, spec.dtype, spec.shape] for spec in self.tensors[start : start + _AT_ONCE]]
+            hasher.update(("," if start else "").encode() + json.dumps(some, separators=(",", ":")).encode()[1:-1])
+        hasher.update(b"]")
+        return hasher.hexdigest()
 
     @cached_property
     def digest(self) -> str:

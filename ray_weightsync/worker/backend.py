@@ -76,7 +76,14 @@ class RwsBackend(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[mi
         Raises:
             ValueError: on the last rank, with the words of every rank that complains.
         """
-        self.updates.init(init_info.payload)
+        # vLLM sets its config around start, update and finish, but not around this call and the next; some loaders read it.
+        with set_current_vllm_config(self.vllm_config):
+            self.updates.init(init_info.payload)
+
+    def describe(self, nonce: str) -> dict[str, Any]:
+        """What this worker is and holds; see `WorkerUpdates.describe`. Never raises."""
+        with set_current_vllm_config(self.vllm_config):
+            return self.updates.describe(nonce)
 
     def start_weight_update(self) -> None:
         """Open a session. Never raises."""
@@ -119,8 +126,7 @@ class VLLMModel:
             return [f"this engine's backend updates the main model only, not {plan.target!r}"]
         if refused := setup.refusals(self._vllm_config):
             return refused
-        # vLLM sets its config around start, update and finish, but not around this call; some loaders read it.
-        with set_current_vllm_config(self._vllm_config), disable_mtp_completeness_check():
+        with disable_mtp_completeness_check():
             verdict = check_on_twin(
                 self._model,
                 plan,

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ray_weightsync.weights.piecemeal import yield_point
 from ray_weightsync.weights.plan import Plan
 
 MAX_PROBLEMS = 3
@@ -49,6 +50,7 @@ class Ledger:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._broadcast: dict[str, str] = {}
         for prefix, module in twin.named_modules():
+            yield_point()
             # How many ranks may share one tensor of the wire; a module that does not say shares it with all of them at most.
             shards = getattr(module, "tp_size", None)
             shards = shards if isinstance(shards, int) and shards > 0 else world_size
@@ -95,6 +97,7 @@ class Ledger:
         problems = list(self._broadcast.values())
         # Loaders of fused and sharded layers cut out what they need, so a tensor that is too large passes them unnoticed.
         for spec in plan.tensors:
+            yield_point()
             used, parameter = self._used.get(spec.name, (0, None))
             # Ranks get equal shards, but for the last ones of a padded vocabulary, which fill up with zeros; unused tensors are
             # those of other pipeline stages or experts.
@@ -106,6 +109,7 @@ class Ledger:
         names = set(plan.names)
         given = {parameter.name for parameter in self._of.values() if parameter.copied}
         for parameter in self._of.values():
+            yield_point()
             if not parameter.copied and not given.isdisjoint(self._aliases.get(parameter.name, ())):
                 continue
             whole = parameter.tensor.numel()

@@ -20,15 +20,14 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ray_weightsync.weights.plan import Plan
 from ray_weightsync.worker import payload
 from ray_weightsync.worker.identity import RESIDENT as RESIDENT
 from ray_weightsync.worker.identity import node_ip
 from ray_weightsync.worker.identity import package_version as package_version
+from ray_weightsync.worker.plans import Judged, WorkerPlans
 from ray_weightsync.worker.receiver import Receiver
 from ray_weightsync.worker.record import Asked, Session
 from ray_weightsync.worker.seams import Agreement, ModelLoader
@@ -38,9 +37,6 @@ logger = logging.getLogger(__name__)
 
 MARKER = "rws: "
 """Starts the text of every error raised here, so that it is found inside whatever an engine wraps around it."""
-
-MAX_PLANS = 4
-"""Plans a worker keeps: enough for a main and a draft model and one change of each; 37,000 tensors are some 10 MB of Python."""
 
 
 class WorkerUpdates:
@@ -65,7 +61,7 @@ class WorkerUpdates:
         self._agreement = agreement
         self._receivers = dict(receivers)
         self._resident = resident
-        self._plans: OrderedDict[str, tuple[Plan, list[str]]] = OrderedDict()
+        self._plans = WorkerPlans(model)
         self._session: Session | None = None
         self._open = False
         self._epoch = 0
@@ -75,7 +71,10 @@ class WorkerUpdates:
     # -- calls that answer: all ranks agree, the last one raises ----------------------------------------------------------
 
     def init(self, info: Mapping[str, Any]) -> None:
-        """Carry out one ``init_weight_transfer_engine`` payload: op ``"see"``, ``"plan"`` or ``"outcome"``.
+        """Carry out one ``init_weight_transfer_engine`` payload: op ``"see"``, ``"judge"``, ``"plan"`` or ``"outcome"``.
+
+        ``"judge"`` only begins what ``"plan"`` finishes: each `describe` in between does a piece of it, so that a request in flight
+        waits for milliseconds and not for all of it.
 
         Safe while requests are served. Every rank has to receive it.
 
@@ -85,25 +84,31 @@ class WorkerUpdates:
         """
         limit_s = payload.AGREE_LIMIT_S
         words: str | None = None
-        accepted: tuple[Plan, list[str]] | None = None
+        accepted: Judged | None = None
         try:
             limit_s = payload.limit_s(info)
             op = payload.text(info, "op")
             if op == "see":
                 self._receiver(info).see(payload.mapping(info, "probe"))
-            elif op == "plan":
-                accepted = self._checked(info)
+            elif op in ("judge", "plan"):
+                if self._open:
+                    raise ValueError("a plan cannot be checked while an update is open; call finish_weight_update first")
+                plan = payload.mapping(info, "plan")
+                if op == "judge":
+                    self._plans.judge(plan)
+                else:
+                    accepted = self._plans.judged(plan)
             elif op == "outcome":
                 words = self._verdict(info)
             else:
-                raise payload.Malformed(f"unknown op {op!r}; this worker knows 'see', 'plan' and 'outcome'")
+                raise payload.Malformed(f"unknown op {op!r}; this worker knows 'see', 'judge', 'plan' and 'outcome'")
         except Exception as error:  # told through the agreement below; raising on one rank alone puts the engine out of step
             words = payload.words_of(error)
         told = self._agree(words, limit_s)
         if accepted is not None and not told:
             # Kept only when no rank refused: a worker that lists a plan which another rank cannot load would let the next
             # round skip its preflight.
-            self._keep(*accepted)
+            self._plans.keep(accepted)
         if told and self._agreement.rank == self._agreement.world_size - 1:
             raise ValueError(MARKER + "; ".join(told))
 
@@ -119,32 +124,11 @@ class WorkerUpdates:
             everyone[rank] = "; ".join(filter(None, (words, f"cannot agree with the other ranks: {payload.words_of(error)}")))
         return [f"rank {each}: {said}" for each, said in enumerate(everyone) if said is not None]
 
-    def _checked(self, info: Mapping[str, Any]) -> tuple[Plan, list[str]]:
-        """The plan in ``info`` and what of it could not be judged.
-
-        Raises:
-            ValueError: with the problems, if this worker's model cannot load it.
-        """
-        plan = Plan.from_wire(dict(payload.mapping(info, "plan")))
-        if self._open:
-            raise ValueError("a plan cannot be checked while an update is open; call finish_weight_update first")
-        if plan.digest in self._plans:
-            return self._plans[plan.digest]
-        problems = self._model.check(plan)
-        if problems:
-            raise ValueError("; ".join(problems))
-        return plan, self._model.unjudged()
-
-    def _keep(self, plan: Plan, unjudged: list[str]) -> None:
-        self._plans[plan.digest] = (plan, unjudged)
-        self._plans.move_to_end(plan.digest)
-        while len(self._plans) > MAX_PLANS:
-            self._plans.popitem(last=False)
-
     # -- calls that only record --------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Open a session. Never raises; whatever goes wrong is told by the outcome."""
+        self._plans.stop_judging()  # the twin is made of what the session is about to change
         over_open = self._open
         self._session = session = Session()
         self._open = True
@@ -178,10 +162,7 @@ class WorkerUpdates:
         if session.epoch < self._epoch:
             raise ValueError(f"epoch {session.epoch} of this update is older than {self._epoch}, which this worker has seen")
         self._epoch = session.epoch
-        if session.plan not in self._plans:
-            raise ValueError(f"plan {session.plan} is not known here; send it with op 'plan' first")
-        self._plans.move_to_end(session.plan)
-        delivery = receiver.open(self._plans[session.plan][0], info)
+        delivery = receiver.open(self._plans.use(session.plan), info)
         try:
             self._model.load(iter(delivery))
             session.received = delivery.received()
@@ -215,30 +196,41 @@ class WorkerUpdates:
         return self._session.verdict(asked)
 
     def describe(self, nonce: str) -> dict[str, Any]:
-        """What this worker is and holds, as plain JSON types, with ``nonce`` echoed. Never raises, never waits.
+        """What this worker is and holds, as plain JSON types, with ``nonce`` echoed. Never raises.
+
+        If a plan is being judged here, this call does a piece of it; see `init`.
 
         Returns:
-            ``nonce``, ``rank``, ``world_size``, ``package_version``, ``plans`` (digests, oldest first), ``unjudged`` (by plan
-            digest, what the structural check could not judge), ``update_open``, ``round`` and ``failure`` of the latest
-            session, ``epoch`` (newest seen), ``resident``, ``incarnation`` (new in every process), ``node_ip``, ``pid``.
+            ``nonce``, ``rank``, ``world_size``, ``package_version``, ``plans`` (digests, oldest first), ``judging`` (digest, if
+            there is more to judge), ``unjudged`` (by plan digest, what the structural check could not judge), ``update_open``,
+            ``round`` and ``failure`` of the latest session, ``epoch`` (newest seen), ``resident``, ``incarnation`` (new in every
+            process), ``node_ip``, ``pid``.
         """
         session = self._session
-        failure = "; ".join(session.failures) if session and session.failures else None
+        failures = list(session.failures) if session else []
+        resident: list[str] = []
+        judging = None
         try:
             resident = [str(each) for each in self._resident()]
         except Exception as error:
             logger.warning("rank %d cannot tell what is resident", self._agreement.rank, exc_info=True)
-            resident, failure = [], f"{failure + '; ' if failure else ''}what is resident is not known: {payload.words_of(error)}"
+            failures.append(f"what is resident is not known: {payload.words_of(error)}")
+        try:
+            judging = self._plans.advance()
+        except Exception as error:
+            logger.warning("rank %d cannot go on judging a plan", self._agreement.rank, exc_info=True)
+            failures.append(f"a plan could not be judged: {payload.words_of(error)}")
         return {
             "nonce": nonce,
             "rank": self._agreement.rank,
             "world_size": self._agreement.world_size,
             "package_version": package_version(),
-            "plans": list(self._plans),
-            "unjudged": {digest: list(unjudged) for digest, (_, unjudged) in self._plans.items() if unjudged},
+            "plans": self._plans.digests(),
+            "judging": judging,
+            "unjudged": self._plans.unjudged(),
             "update_open": self._open,
             "round": session.round if session else None,
-            "failure": failure,
+            "failure": "; ".join(failures) or None,
             "epoch": self._epoch,
             "resident": resident,
             "incarnation": self._incarnation,

@@ -92,6 +92,13 @@ class FaultyExtension(extension.FaultyExtension):
         left = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
         return left + [name for name, layer in model.named_modules() if get_layerwise_info(layer).can_load()]
 
+    def rws_test_pieces(self, seconds: float | None) -> None:
+        """Judge plans for that long between two steps; None: as long as always."""
+        from ray_weightsync.worker import plans
+
+        self._rws_test_piece_s = getattr(self, "_rws_test_piece_s", plans.PIECE_S)
+        plans.PIECE_S = self._rws_test_piece_s if seconds is None else seconds
+
     def rws_test_maps(self) -> list[str]:
         """The maps of snapshots in this process; each is a lease on one."""
         with open("/proc/self/maps") as maps:

@@ -243,6 +243,16 @@ class Driver:
     def preflight(self, plan: Plan) -> None:
         self.init({"op": "plan", "plan": plan.to_wire(), "limit_s": 60})
 
+    def judge(self, plan: Plan) -> None:
+        """Begin the preflight in pieces."""
+        self.init({"op": "judge", "plan": plan.to_wire(), "limit_s": 60})
+
+    def looks_until_judged(self) -> int:
+        for looks in range(10_000):
+            if all(worker["judging"] is None for worker in self.describe()):
+                return looks
+        raise AssertionError("a worker never comes to a judgement")
+
     def refusal(self, plan: Plan) -> str:
         """The words in which the engine refuses ``plan``; empty if it accepts it."""
         return _words(lambda: self.preflight(plan))

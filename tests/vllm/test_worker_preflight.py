@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 from ray_weightsync.weights.plan import ParamMeta, Plan
-from tests.vllm.support import Driver, Pairs, plan_of
+from tests.vllm.support import Driver, Pairs, Stage, plan_of
 
 LAYER = "model.layers.1."
 Q, K, V, OUT = (f"{LAYER}self_attn.{each}_proj.weight" for each in "qkvo")
@@ -114,7 +114,60 @@ def test_refusals_leave_the_live_model_alone_and_the_replies_in_step(engine: Dri
     assert engine.tokens() == tokens
 
 
-MALFORMED = [None, [], 7, "text", {}, {"op": "dance"}, {"op": "plan", "plan": 7}, {"op": "see", "transport": "x", "probe": {}}]
+class TestInPieces:
+    """A large plan is judged between the steps of an engine: here after every tensor, so that the small one of this model is large."""
+
+    @pytest.fixture(autouse=True)
+    def tiny_pieces(self, engine: Driver) -> Iterator[None]:
+        engine.rpc("rws_test_pieces", 0.0)
+        yield
+        engine.rpc("rws_test_pieces", None)
+
+    @pytest.mark.parametrize("case", ["a wrong shape", "only q_proj of a fused layer", "float32 throughout"])
+    def test_the_words_are_those_of_a_judgement_at_once(self, engine: Driver, pairs_a: Pairs, case: str) -> None:
+        plan = plan_of(REFUSED[case][0](pairs_a))
+        at_once = engine.refusal(plan)
+        engine.judge(plan)
+        assert engine.looks_until_judged() > 5
+        assert engine.refusal(plan) == at_once
+        assert at_once
+
+    def test_requests_run_between_the_pieces_with_the_live_weights(self, engine: Driver, pairs_a: Pairs) -> None:
+        plan = plan_of({OUT: pairs_a[OUT]} | pairs_a)  # in an order that no other test has
+        tokens = engine.tokens()
+        engine.judge(plan)
+        for _ in range(20):
+            engine.describe()
+        assert engine.tokens() == tokens, "half judged"
+        assert engine.looks_until_judged() > 5
+        assert engine.tokens() == tokens
+        assert engine.leftovers() == []
+
+    def test_a_round_in_between_is_whole_and_the_judgement_begins_anew(self, engine: Driver, stage: Stage, pairs_a: Pairs) -> None:
+        staged, tokens = stage(pairs_a), engine.tokens()
+        engine.preflight(staged.plan)
+        other = plan_of(dict(sorted(pairs_a.items())))
+        engine.judge(other)
+        for _ in range(20):
+            engine.describe()
+        engine.bring(staged)
+        assert [worker["judging"] for worker in engine.describe()] == [None] * engine.world_size
+        assert engine.tokens() == tokens
+        assert engine.refusal(other) == ""
+        assert engine.leftovers() == []
+
+
+MALFORMED = [
+    None,
+    [],
+    7,
+    "text",
+    {},
+    {"op": "dance"},
+    {"op": "judge"},
+    {"op": "plan", "plan": 7},
+    {"op": "see", "transport": "x", "probe": {}},
+]
 
 
 @pytest.mark.parametrize("bad", MALFORMED, ids=str)

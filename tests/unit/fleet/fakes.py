@@ -51,6 +51,9 @@ NAMES = {
     GET_VERSION: "found",
 }
 
+PLAN = ["judge", "inspect", "plan"]
+"""What an engine is asked about a plan that it does not know."""
+
 _PHASES = ("preflight", "pause", "start", "update", "finish", "attest", "commit", "resume")
 QUICK = Timeouts(min_rate_bytes_per_s=1e12, **{f"{phase}_s": 0.2 for phase in _PHASES})
 """Deadlines for tests in which something does not answer."""
@@ -82,6 +85,9 @@ class FakeEngine(StepByStep):
         self.dead = False
         self.update_open = False
         self.plans: list[str] = []
+        self.judging: str | None = None
+        self.pieces_left = 0
+        """How many looks still find it judging."""
         self.epoch = 0
         self.cache_answer: Any = True
         self.loses_bytes = False
@@ -133,6 +139,7 @@ class FakeEngine(StepByStep):
         """A new process answers behind the same handle, with the weights it was started with."""
         self.incarnation += "'"
         self.version, self.weights, self.paused, self.plans, self.update_open = "default", "initial", False, [], False
+        self.judging = None
         self.asleep = set()
 
     async def require_incarnation(self, incarnation: str) -> None:
@@ -188,6 +195,8 @@ class FakeEngine(StepByStep):
     def _op(self, info: dict[str, Any]) -> None:
         if info["op"] == "see" and not info["probe"]:
             raise ValueError("rws: rank 0: a probe has the fields directory, name and nonce")
+        if info["op"] == "judge":
+            self.judging = info["plan"]["digest"]
         if info["op"] == "plan":
             self.plans.append(Plan.from_wire(info["plan"]).digest)
         elif info["op"] == "outcome":
@@ -196,6 +205,12 @@ class FakeEngine(StepByStep):
                 raise ValueError("rws: rank 0: nothing was transferred in this round")
             self.weights = info["expected"]["snapshot"]
 
+    def _still_judging(self) -> str | None:
+        self.pieces_left -= self.judging is not None
+        if self.pieces_left < 0:
+            self.judging, self.pieces_left = None, 0
+        return self.judging
+
     def _told(self, nonce: str) -> dict[str, Any]:
         worker = {
             "nonce": "an earlier question's" if self.out_of_step else nonce,
@@ -203,6 +218,7 @@ class FakeEngine(StepByStep):
             "world_size": 1,
             "package_version": VERSION_OF_THE_PACKAGE,
             "plans": list(self.plans),
+            "judging": self._still_judging(),
             "update_open": self.update_open,
             "round": self._received["round"] if self._received else None,
             "epoch": self.epoch,

@@ -11,7 +11,7 @@ from ray_weightsync.config import Timeouts
 from ray_weightsync.errors import FleetTorn, ReplicasLost, RoundAborted
 from tests.unit.fleet.fakes import FakeFleet
 
-CALLS = ("inspect", "see", "plan", "pause", "mark", "start", "update", "finish", "outcome", "commit", "cache", "resume", "unmark")
+CALLS = ("inspect", "see", "judge", "plan", "pause", "mark", "start", "update", "finish", "outcome", "commit", "cache", "resume", "unmark")
 REPLICAS = 3
 FAULTS = st.dictionaries(
     st.tuples(st.integers(0, REPLICAS - 1), st.sampled_from(CALLS)), st.sampled_from(["raise", "die", "hang", "late"]), max_size=3

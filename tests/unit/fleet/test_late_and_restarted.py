@@ -12,7 +12,7 @@ import pytest
 from ray_weightsync.config import Host, Timeouts
 from ray_weightsync.errors import ConfigError, FleetTorn, ReplicasLost, RoundAborted
 from ray_weightsync.fleet.steps import StepFailed
-from tests.unit.fleet.fakes import ALIVE, FakeEngine, FakeFleet, plan_of, sealed
+from tests.unit.fleet.fakes import ALIVE, PLAN, FakeEngine, FakeFleet, plan_of, sealed
 
 
 def run(story: Callable[[], Awaitable[None]]) -> None:
@@ -166,7 +166,7 @@ def test_an_owner_who_pauses_its_engine_while_we_pack_finds_it_paused() -> None:
     async def story() -> None:
         fleet = await FakeFleet(1).attach()
         ticket = await fleet.open(1)
-        while fleet.engines[0].calls != ["inspect", "see", "plan"]:
+        while fleet.engines[0].calls != ["inspect", "see", *PLAN]:
             await asyncio.sleep(0)
         fleet.engines[0].paused = True
         await fleet.coordinator.rounds.commit(ticket.snapshot, sealed=sealed("d"), holds_turn=True)

@@ -17,6 +17,7 @@ from tests.unit.fleet.test_membership import resolved
 REPLICAS = 3
 CALLS = (
     "inspect",
+    "judge",
     "plan",
     "pause",
     "mark",

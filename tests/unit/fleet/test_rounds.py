@@ -10,12 +10,12 @@ import pytest
 
 from ray_weightsync.config import FailurePolicy, Host, Timeouts
 from ray_weightsync.errors import AttachError, ConfigError, FleetTorn, ReplicasLost, RoundAborted
-from tests.unit.fleet.fakes import FakeEngine, FakeFleet, plan_of, sealed
+from tests.unit.fleet.fakes import PLAN, QUICK, FakeEngine, FakeFleet, plan_of, sealed
 
 ROUND = ["inspect", "found", "found", "pause", "mark", "start", "update", "finish", "outcome", "commit", "count", "cache", "resume"]
 """What one engine is asked in a round: five trips, to an engine whose actor carries out chains."""
 
-BEFORE_START = ["inspect", "see", "plan", "pause", "mark"]
+BEFORE_START = ["inspect", "see", "judge", "plan", "pause", "mark"]
 AFTER_START = ["start", "update", "finish", "outcome", "commit", "cache", "resume"]
 
 
@@ -34,13 +34,33 @@ class TestOrder:
         async def story() -> None:
             fleet = await FakeFleet(1).attach()
             await fleet.send(1)
-            assert fleet.engines[0].calls == ["inspect", "see", "plan", *ROUND[1:]]
+            assert fleet.engines[0].calls == ["inspect", "see", *PLAN, *ROUND[1:]]
             fleet.forget_calls()
             await fleet.send(2)
             assert fleet.engines[0].calls == ROUND
             fleet.forget_calls()
             await fleet.send(3, plan=plan_of("another", "model"))
-            assert fleet.engines[0].calls == ["inspect", "plan", *ROUND[1:]]
+            assert fleet.engines[0].calls == ["inspect", *PLAN, *ROUND[1:]]
+
+        run(story)
+
+    def test_a_plan_is_judged_between_looks_until_no_worker_is_still_at_it(self) -> None:
+        async def story() -> None:
+            fleet = await FakeFleet(1).attach()
+            fleet.engines[0].pieces_left = 3
+            await fleet.send(1)
+            assert fleet.engines[0].calls == ["inspect", "see", "judge", *["inspect"] * 4, "plan", *ROUND[1:]]
+
+        run(story)
+
+    def test_a_worker_that_never_comes_to_a_judgement_is_named_and_nothing_changed(self) -> None:
+        async def story() -> None:
+            fleet = await FakeFleet(2, timeouts=QUICK).attach()
+            fleet.engines[1].pieces_left = 1 << 60
+            with pytest.raises(RoundAborted, match=r"workers \[0\] are still judging the plan") as caught:
+                await fleet.send(1)
+            assert (caught.value.replicas, caught.value.phase) == (("r1",), "preflight")
+            assert [engine.weights for engine in fleet.engines] == ["v0", "v0"]
 
         run(story)
 
@@ -292,7 +312,7 @@ class TestFleet:
             fleet.forget_calls()
             report = await fleet.send(2)
             assert report.committed == ("r0", "r1")
-            assert restarted.calls[:3] == ["inspect", "see", "plan"], "what it had proved before counts no more"
+            assert restarted.calls[:5] == ["inspect", "see", *PLAN], "what it had proved before counts no more"
             assert restarted.weights == fleet.stores.committed
 
         run(story)

@@ -13,7 +13,7 @@ from ray_weightsync.report import SyncReport
 from tests.unit.fleet.fakes import QUICK, FakeEngine, FakeFleet, plan_of, sealed
 from tests.unit.fleet.test_rounds import run
 
-PHASES = ("see", "plan", "pause", "mark", "start", "update", "finish", "outcome", "commit", "cache", "resume")
+PHASES = ("see", "judge", "plan", "pause", "mark", "start", "update", "finish", "outcome", "commit", "cache", "resume")
 NO_HEALING = FailurePolicy(auto_heal=False)
 PATIENT = Timeouts(**{f"{phase}_s": 5 for phase in ("preflight", "pause", "start", "update", "finish", "attest", "commit", "resume")})
 """Deadlines that no gate of these tests reaches."""
@@ -47,7 +47,7 @@ async def killed_in(phase: str, *, at: tuple[int, ...] = (0,), fleet: FakeFleet 
     if phase == "see":
         for replica in fleet.coordinator._roster.replicas.values():
             replica.stores.clear()
-    ticket = await fleet.open(2, plan_of("another") if phase == "plan" else None)
+    ticket = await fleet.open(2, plan_of("another") if phase in ("judge", "plan") else None)
     fleet.sent["2"] = ticket.address["snapshot"]
     sending = asyncio.create_task(fleet.coordinator.rounds.commit(ticket.snapshot, sealed=sealed("2"), holds_turn=True))
     for engine in held:

@@ -12,7 +12,7 @@ from ray_weightsync.config import Host, Timeouts
 from ray_weightsync.errors import FleetTorn, ReplicasLost, RoundAborted
 from ray_weightsync.protocol.chain import ChainOutcome, Place, Step
 from ray_weightsync.protocol.channel import IS_PAUSED, PAUSE, RESUME
-from tests.unit.fleet.fakes import QUICK, FakeEngine, FakeFleet, sealed
+from tests.unit.fleet.fakes import PLAN, QUICK, FakeEngine, FakeFleet, sealed
 from tests.unit.fleet.test_rounds import run
 
 TURN = ["mark", "start", "update", "finish", "outcome", "commit", "count", "cache"]
@@ -91,7 +91,7 @@ def test_from_mark_to_cache_it_is_one_turn_of_the_actor() -> None:
         fleet, sync = await mixed()
         report = await fleet.send(1)
         assert report.committed == ("r0", "r1")
-        assert sync.turns == [["inspect"], ["see"], ["plan"], TURN]
+        assert sync.turns == [["inspect"], ["see"], *([each] for each in PLAN), TURN]
         assert (sync.version, sync.weights) == ("1", fleet.stores.committed)
         assert report.replicas[1].pause_s == 0
         assert report.replicas[1].phases_s["update"] > 0
@@ -129,7 +129,7 @@ def test_the_step_of_the_turn_that_failed_is_the_phase_named_and_later_ones_are_
         with pytest.raises(ReplicasLost, match=f"made to fail in {phase}") as caught:
             await fleet.send(1)
         assert (caught.value.replicas, caught.value.phase) == (("r1",), phase)
-        assert sync.turns[3] == TURN[: TURN.index(phase) + 1]
+        assert sync.turns[5] == TURN[: TURN.index(phase) + 1]
         assert sync.version.startswith("!rws:")
         assert fleet.engines[0].version == "1"
         assert fleet.coordinator.status().serving == ("r0",)
@@ -171,7 +171,7 @@ def test_an_abort_before_start_has_not_touched_it() -> None:
         fleet.engines[0].faults["mark"] = "raise"
         with pytest.raises(RoundAborted):
             await fleet.send(1)
-        assert sync.turns == [["inspect"], ["see"], ["plan"]]
+        assert sync.turns == [["inspect"], ["see"], *([each] for each in PLAN)]
         assert sync.version == "v0"
 
     run(story)

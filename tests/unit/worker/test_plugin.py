@@ -67,7 +67,7 @@ def test_the_receivers_are_a_fixed_table(plugin: Any) -> None:
 class TestDescribe:
     def test_a_worker_with_the_backend_is_described_by_it(self, plugin: Any) -> None:
         worker = plugin.WorkerExtension()
-        worker.weight_transfer_engine = SimpleNamespace(updates=SimpleNamespace(describe=lambda nonce: {"nonce": nonce, "rank": 3}))
+        worker.weight_transfer_engine = SimpleNamespace(describe=lambda nonce: {"nonce": nonce, "rank": 3})
         assert worker.rws_describe("n") == {"nonce": "n", "rank": 3}
 
     @pytest.mark.parametrize("engine", [None, SimpleNamespace()], ids=["no backend", "another backend"])
@@ -83,5 +83,5 @@ class TestDescribe:
             raise RuntimeError("half built")
 
         worker = plugin.WorkerExtension()
-        worker.weight_transfer_engine = SimpleNamespace(updates=SimpleNamespace(describe=broken))
+        worker.weight_transfer_engine = SimpleNamespace(describe=broken)
         assert "cannot describe itself: RuntimeError: half built" in worker.rws_describe("n")["failure"]

@@ -10,10 +10,12 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from ray_weightsync.weights.piecemeal import Cancelled, Piecemeal, yield_point
 from ray_weightsync.weights.plan import ParamMeta, Plan
 from ray_weightsync.worker.payload import MAX_WORDS, words_of
+from ray_weightsync.worker.plans import MAX_PLANS
 from ray_weightsync.worker.receiver import Received
-from ray_weightsync.worker.updates import MARKER, MAX_PLANS, SoleRank, WorkerUpdates
+from ray_weightsync.worker.updates import MARKER, SoleRank, WorkerUpdates
 
 PLAN = Plan.from_metadata([ParamMeta("a", torch.float32, (2,)), ParamMeta("b", torch.float32, (3,))])
 RECEIVED = Received(snapshot="snap-1", digest="d1", num_bytes=20, num_tensors=2)
@@ -27,6 +29,8 @@ class FakeModel:
         self.fail_at: set[str] = set()
         self.problems: list[str] = []
         self.doubts: list[str] = []
+        self.stands_still = 0
+        self.interrupted = False
         self.loaded: dict[str, torch.Tensor] = {}
         self.open = False
 
@@ -37,6 +41,12 @@ class FakeModel:
 
     def check(self, plan: Plan) -> list[str]:
         self._step("check")
+        try:
+            for _ in range(self.stands_still):
+                yield_point()
+        except Cancelled:
+            self.interrupted = True
+            raise
         return list(self.problems)
 
     def unjudged(self) -> list[str]:
@@ -359,6 +369,8 @@ class TestPayloads:
         {"op": None},
         {"op": "dance"},
         {"op": "plan"},
+        {"op": "judge"},
+        {"op": "judge", "plan": {}},
         {"op": "plan", "plan": None},
         {"op": "plan", "plan": {}},
         {"op": "plan", "plan": {**PLAN.to_wire(), "digest": "0" * 32}},
@@ -431,6 +443,95 @@ class TestPlans:
         worker.model.doubts = ["k_scale is not in the plan"]
         worker.plan()
         assert worker.updates.describe("n")["unjudged"] == {PLAN.digest: ["k_scale is not in the plan"]}
+
+
+class TestJudging:
+    """Judged piece by piece: what comes of it, and who may interrupt it. The model of these workers stands still three times."""
+
+    @pytest.fixture
+    def judging(self, monkeypatch: pytest.MonkeyPatch) -> Worker:
+        monkeypatch.setattr("ray_weightsync.worker.plans.PIECE_S", 0.0)
+        worker = Worker()
+        worker.model.stands_still = 3
+        worker.updates.init({"op": "judge", "plan": PLAN.to_wire()})
+        return worker
+
+    def looks(self, worker: Worker) -> int:
+        for count in range(1000):
+            if worker.updates.describe("n")["judging"] is None:
+                return count
+        raise AssertionError("it never comes to an end")
+
+    def look_until_it_checks(self, worker: Worker) -> None:
+        while not worker.model.order:
+            worker.updates.describe("n")
+
+    def test_nothing_is_judged_before_the_first_look_and_a_piece_by_each(self, judging: Worker) -> None:
+        assert judging.model.order == []
+        assert judging.updates.describe("n")["judging"] == PLAN.digest
+        assert self.looks(judging) > 3
+        assert judging.updates.describe("n")["plans"] == [], "no plan is known before all ranks agreed"
+        judging.plan()
+        assert judging.updates.describe("n")["plans"] == [PLAN.digest]
+        assert judging.model.order == ["check"]
+
+    @pytest.mark.parametrize("looks", [0, 2, 1000])
+    def test_however_far_it_has_come_the_plan_op_tells_what_came_of_it(self, judging: Worker, looks: int) -> None:
+        judging.model.problems = ["a: wrong shape"]
+        for _ in range(looks):
+            judging.updates.describe("n")
+        with pytest.raises(ValueError, match=r"^rws: rank 0: a: wrong shape$"):
+            judging.plan()
+        judging.model.problems = []
+        judging.plan()
+        assert judging.model.order == ["check", "check"], "a refusal is not kept"
+
+    def test_a_session_that_starts_meanwhile_ends_it_where_it_stands(self, judging: Worker) -> None:
+        self.look_until_it_checks(judging)
+        judging.updates.start()
+        assert judging.model.interrupted
+        assert judging.updates.describe("n")["judging"] is None
+        judging.updates.finish()
+        judging.plan()
+        assert judging.model.order == ["check", "start", "finish", "check"]
+
+    def test_another_plan_takes_its_place(self, judging: Worker) -> None:
+        other = Plan.from_metadata([ParamMeta("z", torch.float32, (2,))])
+        judging.updates.describe("n")
+        judging.updates.init({"op": "judge", "plan": other.to_wire()})
+        assert judging.updates.describe("n")["judging"] == other.digest
+        judging.plan()
+        assert judging.updates.describe("n")["judging"] is None
+        assert judging.updates.describe("n")["plans"] == [PLAN.digest]
+
+    def test_asked_for_again_it_goes_on_and_a_known_plan_is_not_judged_at_all(self, judging: Worker) -> None:
+        judging.updates.describe("n")
+        judging.updates.init({"op": "judge", "plan": PLAN.to_wire()})
+        self.looks(judging)
+        judging.plan()
+        judging.updates.init({"op": "judge", "plan": PLAN.to_wire()})
+        assert judging.updates.describe("n")["judging"] is None
+        assert judging.model.order == ["check"]
+
+    def test_what_is_no_plan_is_found_out_by_judging_and_told_by_the_plan_op(self, judging: Worker) -> None:
+        wire = {**PLAN.to_wire(), "digest": "0" * 32}
+        judging.updates.init({"op": "judge", "plan": wire})
+        self.looks(judging)
+        with pytest.raises(ValueError, match="it was changed on the way"):
+            judging.updates.init({"op": "plan", "plan": wire})
+
+    def test_closing_ends_it(self, judging: Worker) -> None:
+        self.look_until_it_checks(judging)
+        judging.updates.close()
+        assert judging.model.interrupted
+
+    def test_a_judgement_that_hangs_is_told_and_raises_nowhere(self, judging: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+        def hangs(self: object, for_s: float) -> bool:
+            raise TimeoutError("rws-judge did not pause for 600 s")
+
+        monkeypatch.setattr(Piecemeal, "advance", hangs)
+        assert judging.updates.describe("n")["failure"] == "a plan could not be judged: rws-judge did not pause for 600 s"
+        monkeypatch.undo()
 
 
 class TestSee:
