@@ -14,8 +14,8 @@ import ray
 
 import ray_weightsync as rws
 from ray_weightsync.testing import Faults
+from tests.vllm.stream import Stream
 from tests.vllm.support import CALL_LIMIT_S, Driver, Pairs
-from tests.vllm.test_faults_in_flight import Stream
 
 Tokens = dict[int, list[list[int]]]
 

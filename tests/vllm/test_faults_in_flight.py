@@ -14,7 +14,8 @@ import ray
 
 import ray_weightsync as rws
 from ray_weightsync.testing import Faults
-from tests.vllm.support import CALL_LIMIT_S, PROMPTS, Driver, Pairs
+from tests.vllm.stream import Stream
+from tests.vllm.support import CALL_LIMIT_S, Driver, Pairs
 
 Tokens = dict[int, list[list[int]]]
 LATE_S = 10.0
@@ -22,38 +23,6 @@ TIMEOUTS = rws.Timeouts(health_interval_s=3600, **{f"{phase}_s": LATE_S for phas
 BEFORE_START = ("pause", "mark")
 AFTER_START = ("start", "update", "finish", "outcome", "commit", "cache", "resume")
 REPLICAS = ("r0", "r1")
-
-
-class Stream:
-    """Two requests at a time on one engine until it is stopped; each must end, with tokens of whole weights alone."""
-
-    def __init__(self, engine: Driver) -> None:
-        self.versions: set[str] = set()
-        self._engine = engine
-        self._stop = threading.Event()
-        self._failed: list[BaseException] = []
-        self._threads = [threading.Thread(target=self._ask, args=(prompt,)) for prompt in PROMPTS[:2]]
-
-    def __enter__(self) -> Stream:
-        for thread in self._threads:
-            thread.start()
-        ray.get(self._engine.handle.generate.remote(PROMPTS[0], 2), timeout=CALL_LIMIT_S)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(timeout=CALL_LIMIT_S)
-            assert not thread.is_alive(), "a request waits for ever"
-        assert not self._failed, self._failed
-
-    def _ask(self, prompt: list[int]) -> None:
-        try:
-            while not self._stop.is_set():
-                _, spans = ray.get(self._engine.handle.generate.remote(prompt, 80), timeout=CALL_LIMIT_S)
-                self.versions.update(version for version, _, _ in spans)
-        except BaseException as error:  # told by the test's own thread, whatever it is
-            self._failed.append(error)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +10,7 @@ import ray
 import torch
 
 import ray_weightsync as rws
+from tests.vllm.stream import Stream
 from tests.vllm.support import CALL_LIMIT_S, PROMPTS, Driver, Pairs
 
 Tokens = dict[int, list[list[int]]]
@@ -39,36 +39,6 @@ class Fleet:
         # Short ones are answered after the long ones have begun.
         ray.get([engine.handle.generate.remote(PROMPTS[0], 2) for engine in self.engines], timeout=CALL_LIMIT_S)
         return refs
-
-
-class Traffic:
-    """Two long requests at a time on one engine, until it is stopped: some are in flight whenever a round comes."""
-
-    def __init__(self, engine: Driver) -> None:
-        self.spans: list[list[str]] = []
-        self._engine = engine
-        self._stop = threading.Event()
-        self._failed: list[BaseException] = []
-        self._threads = [threading.Thread(target=self._ask, args=(prompt,)) for prompt in PROMPTS[:2]]
-
-    def __enter__(self) -> Traffic:
-        for thread in self._threads:
-            thread.start()
-        ray.get(self._engine.handle.generate.remote(PROMPTS[0], 2), timeout=CALL_LIMIT_S)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(timeout=CALL_LIMIT_S)
-        assert not self._failed, self._failed
-
-    def _ask(self, prompt: list[int]) -> None:
-        try:
-            while not self._stop.is_set():
-                self.spans.extend(spans_of([self._engine.handle.generate.remote(prompt, 150)]))
-        except BaseException as error:  # told by the test's own thread, whatever it is
-            self._failed.append(error)
 
 
 @pytest.fixture
@@ -108,7 +78,7 @@ def test_both_engines_serve_what_fresh_ones_would_and_requests_in_flight_show_bo
     sync = attach(transport=rws.Host(overlap=overlap, bucket_bytes=1 << 16))
     for version, pairs, fresh in (("b", pairs_b, fresh_b), ("a", pairs_a, fresh_a), ("b again", pairs_b, fresh_b)):
         before = fleet.versions()
-        with Traffic(fleet.engines[0]) as one, Traffic(fleet.engines[1]) as two:
+        with Stream(fleet.engines[0], num_tokens=150) as one, Stream(fleet.engines[1], num_tokens=150) as two:
             report = sync.send_weights(pairs, version=version)
         assert report.committed == ("r0", "r1")
         assert report.weights_digest == rws.weights_digest(pairs)
