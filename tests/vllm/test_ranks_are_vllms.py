@@ -32,7 +32,7 @@ def shapes(*, deployed: bool) -> list[Shape]:
         Shape(id=f"r{number}", world_size=tp * pp, tensor_parallel_size=tp, pipeline_parallel_size=pp, data_parallel_index=0)
         for number, (tp, pp) in enumerate(alone)
     ]
-    sizes = {"world_size": 4, "tensor_parallel_size": 2, "pipeline_parallel_size": 1, "data_parallel_size": 2}
+    sizes: dict[str, Any] = {"world_size": 4, "tensor_parallel_size": 2, "pipeline_parallel_size": 1, "data_parallel_size": 2}
     if deployed:
         parts = [Shape(id=f"d{index}", data_parallel_index=index, deployment="d", **sizes) for index in range(2)]
         return [parts[1], *fleet[:2], parts[0], *fleet[2:]]

@@ -23,7 +23,7 @@ Fleet = list[Shape]
 
 def independent(name: str, *, tp: int = 1, pp: int = 1, dp: int = 1) -> Shape:
     """An engine of its own; with ``dp`` above 1 its data-parallel engines are inside."""
-    sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "data_parallel_size": dp}
+    sizes: dict[str, Any] = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "data_parallel_size": dp}
     return Shape(id=name, world_size=tp * pp * dp, data_parallel_index=0, **sizes)
 
 
