@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ray_weightsync import placement
     from ray_weightsync.config import Collective, FailurePolicy, Host, Native, Timeouts
     from ray_weightsync.engines.mixin import EngineMixin
     from ray_weightsync.engines.ref import EngineLike, EngineRef
@@ -62,6 +63,7 @@ _MODULES = {
         "UnsupportedError",
         "WeightSyncError",
     ),
+    "placement": ("placement",),  # the module itself
     "protocol.client": ("VLLMWeightSyncClient",),
     "protocol.http_client": ("HTTPVLLMWeightSyncClient",),
     "protocol.ray_client": ("RayVLLMWeightSyncClient",),
@@ -117,6 +119,7 @@ __all__ = [
     "WeightSync",
     "WeightSyncError",
     "cast",
+    "placement",
     "rename",
     "split_experts",
     "vllm_engine_args",
@@ -127,7 +130,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    module = importlib.import_module(f"{__name__}.{_HOME[name]}")
+    value = module if name == _HOME[name] else getattr(module, name)
     globals()[name] = value
     return value
 

@@ -52,6 +52,11 @@ class Engine:
     facts: EngineFacts
     ref: EngineRef
 
+    @property
+    def world_size(self) -> int | None:
+        """Workers behind it: what it told, else what the user said of it."""
+        return self.ref.world_size if self.facts.world_size is None else self.facts.world_size
+
     def with_facts(self, facts: EngineFacts) -> Engine:
         """The same engine with newer facts."""
         return replace(self, facts=facts)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
 
@@ -20,6 +20,22 @@ SPAWN_LIMIT_S = 300.0
 
 KEEP_REPLICAS = {"max_restarts": 0, "max_task_retries": 0}
 """A restarted engine has lost its weights, a repeated call would be a second update: both are the coordinator's decision, not Ray's."""
+
+
+class EnginePlace(Protocol):
+    """Where one engine belongs: `ray_weightsync.placement.Place`."""
+
+    @property
+    def engine_args(self) -> Mapping[str, object]: ...
+    def options(self, *, env: Mapping[str, str] | None = None) -> dict[str, Any]: ...
+
+
+class EnginePlaces(Protocol):
+    """Places that were reserved: `ray_weightsync.placement.Placed`."""
+
+    @property
+    def engines(self) -> Sequence[EnginePlace]: ...
+    def vacant_engine(self) -> EnginePlace: ...
 
 
 def spawn_all(
@@ -92,6 +108,21 @@ def _room(needs: Mapping[str, float], num_replicas: int) -> str:
 def runtime_env(env: Mapping[str, str]) -> dict[str, Any] | None:
     """The runtime environment that adds ``env`` to the job's own; None where there is nothing to add."""
     return {"env_vars": dict(env)} if env else None
+
+
+def place_of(places: EnginePlaces, index: int | None) -> EnginePlace:
+    """The place of the engine with that index; of one more engine (None), the first that is vacant."""
+    return places.vacant_engine() if index is None else places.engines[index]
+
+
+def require_places(name: str, places: EnginePlaces | None, num_replicas: int) -> None:
+    """Raise `ConfigError` unless ``places`` is None or has one for each replica."""
+    if places is None:
+        return
+    if not hasattr(places, "engines"):
+        raise ConfigError(f"{name} must be what ray_weightsync.placement.reserve(...) returns, not {type(places).__name__}")
+    if len(places.engines) < num_replicas:
+        raise ConfigError(f"{name} has places for {len(places.engines)} engines, and num_replicas is {num_replicas}")
 
 
 def require_count(name: str, value: object) -> None:

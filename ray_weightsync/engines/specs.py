@@ -12,7 +12,18 @@ from typing import TYPE_CHECKING, Any, cast
 
 import ray
 
-from ray_weightsync.engines.spawning import KEEP_REPLICAS, SPAWN_LIMIT_S, require_amount, require_count, require_env, runtime_env, spawn_all
+from ray_weightsync.engines.spawning import (
+    KEEP_REPLICAS,
+    SPAWN_LIMIT_S,
+    EnginePlaces,
+    place_of,
+    require_amount,
+    require_count,
+    require_env,
+    require_places,
+    runtime_env,
+    spawn_all,
+)
 from ray_weightsync.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,6 +46,8 @@ class TorchEngineSpec:
         max_concurrency: Requests each can have in flight, frozen ones included.
         num_threads: torch's intra-op threads in each.
         env: Environment variables of each actor's process.
+        placement: Where the replicas go (`ray_weightsync.placement.reserve`): replica k to the place of engine k, with its CPUs and GPUs
+            instead of ``num_cpus`` and ``num_gpus``. It is yours to close, after the session.
 
     Raises:
         ConfigError: naming the field.
@@ -47,6 +60,7 @@ class TorchEngineSpec:
     max_concurrency: int = field(default=8, kw_only=True)
     num_threads: int = field(default=1, kw_only=True)
     env: Mapping[str, str] = field(default_factory=dict, kw_only=True)
+    placement: EnginePlaces | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if not callable(self.make_module):
@@ -56,18 +70,24 @@ class TorchEngineSpec:
         for name in ("num_cpus", "num_gpus"):
             require_amount(f"TorchEngineSpec.{name}", getattr(self, name))
         require_env("TorchEngineSpec.env", self.env)
+        require_places("TorchEngineSpec.placement", self.placement, self.num_replicas)
 
-    def create(self, index: int = 0) -> ActorHandle[Any]:
-        """Start one replica and return its handle at once."""
+    def create(self, index: int | None = None) -> ActorHandle[Any]:
+        """Start one replica and return its handle at once.
+
+        Args:
+            index: Which of the replicas; None for one more, or one in place of another.
+
+        Raises:
+            AttachError: if it is one more, and no place for an engine is vacant.
+        """
         from ray_weightsync.engines.torch_engine import TorchEngine
 
-        options = TorchEngine.options(
-            num_cpus=self.num_cpus,
-            num_gpus=self.num_gpus,
-            max_concurrency=self.max_concurrency,
-            runtime_env=runtime_env(self.env),
-            **KEEP_REPLICAS,
-        )
+        if self.placement is None:
+            room: dict[str, Any] = {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus, "runtime_env": runtime_env(self.env)}
+        else:
+            room = place_of(self.placement, index).options(env=self.env)
+        options = TorchEngine.options(max_concurrency=self.max_concurrency, **room, **KEEP_REPLICAS)
         return cast("ActorHandle[Any]", options.remote(self.make_module, num_threads=self.num_threads))
 
     def spawn(self, limit_s: float = SPAWN_LIMIT_S) -> list[ActorHandle[Any]]:
@@ -76,7 +96,11 @@ class TorchEngineSpec:
         Raises:
             AttachError: if one cannot start, or not within ``limit_s`` seconds; none is left behind.
         """
-        return spawn_all(self.create, self.num_replicas, limit_s=limit_s, needs={"CPU": self.num_cpus, "GPU": self.num_gpus})
+        return spawn_all(self.create, self.num_replicas, limit_s=limit_s, needs=self._needs())
+
+    def _needs(self) -> Mapping[str, float]:
+        # What is reserved already is not waited for.
+        return {} if self.placement is not None else {"CPU": self.num_cpus, "GPU": self.num_gpus}
 
 
 @dataclass(frozen=True)
@@ -92,6 +116,7 @@ class VLLMEngineSpec:
         num_gpus: GPUs that Ray reserves for each. None: ``tensor_parallel_size`` where the cluster has GPUs, else 0.
         max_concurrency: Requests each can have in flight, frozen ones included.
         env: Environment variables of each actor's process, such as ``VLLM_CPU_KVCACHE_SPACE``.
+        placement: As of `TorchEngineSpec`. What vLLM needs there is added to ``env`` and ``engine_args``; yours win.
 
     Raises:
         ConfigError: naming the field.
@@ -105,6 +130,7 @@ class VLLMEngineSpec:
     num_gpus: float | None = field(default=None, kw_only=True)
     max_concurrency: int = field(default=1000, kw_only=True)
     env: Mapping[str, str] = field(default_factory=dict, kw_only=True)
+    placement: EnginePlaces | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str | os.PathLike) or not str(self.model):
@@ -116,24 +142,25 @@ class VLLMEngineSpec:
         if self.num_gpus is not None:
             require_amount("VLLMEngineSpec.num_gpus", self.num_gpus)
         require_env("VLLMEngineSpec.env", self.env)
+        require_places("VLLMEngineSpec.placement", self.placement, self.num_replicas)
         if not isinstance(self.engine_args, Mapping) or not all(isinstance(name, str) for name in self.engine_args):
             raise ConfigError(f"VLLMEngineSpec.engine_args must map names of AsyncEngineArgs' fields to values, not {self.engine_args!r}")
         for name in SET_BY_SPEC:
             if name in self.engine_args:
                 raise ConfigError(f"VLLMEngineSpec.engine_args must not set {name!r}: the spec does")
 
-    def create(self, index: int = 0) -> ActorHandle[Any]:
-        """Start one replica and return its handle at once."""
+    def create(self, index: int | None = None) -> ActorHandle[Any]:
+        """Start one replica and return its handle at once; see `TorchEngineSpec.create`."""
         from ray_weightsync.engines.vllm_actor import VLLMEngineActor
 
-        options = VLLMEngineActor.options(
-            num_cpus=self.num_cpus,
-            num_gpus=self._gpus(),
-            max_concurrency=self.max_concurrency,
-            runtime_env=runtime_env(self.env),
-            **KEEP_REPLICAS,
-        )
-        arguments = {"model": self.model, "tensor_parallel_size": self.tensor_parallel_size, **self.engine_args}
+        if self.placement is None:
+            room: dict[str, Any] = {"num_cpus": self.num_cpus, "num_gpus": self._gpus(), "runtime_env": runtime_env(self.env)}
+            needed: Mapping[str, object] = {}
+        else:
+            place = place_of(self.placement, index)
+            room, needed = place.options(env=self.env), place.engine_args
+        options = VLLMEngineActor.options(max_concurrency=self.max_concurrency, **room, **KEEP_REPLICAS)
+        arguments = {"model": self.model, "tensor_parallel_size": self.tensor_parallel_size, **needed, **self.engine_args}
         return cast("ActorHandle[Any]", options.remote(arguments))
 
     def spawn(self, limit_s: float = SPAWN_LIMIT_S) -> list[ActorHandle[Any]]:
@@ -146,9 +173,12 @@ class VLLMEngineSpec:
             self.create,
             self.num_replicas,
             limit_s=limit_s,
-            needs={"CPU": self.num_cpus, "GPU": self._gpus()},
+            needs=self._needs(),
             hint="'Engine core initialization failed' hides the cause, which stands further up in that log",
         )
+
+    def _needs(self) -> Mapping[str, float]:
+        return {} if self.placement is not None else {"CPU": self.num_cpus, "GPU": self._gpus()}
 
     def _gpus(self) -> float:
         if self.num_gpus is not None:

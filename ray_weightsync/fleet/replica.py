@@ -141,7 +141,7 @@ class Replica:
             attested=self.attested,
             incarnation=facts.incarnation,
             node_id=facts.node_id,
-            world_size=facts.world_size,
+            world_size=self.engine.world_size,
             error=self.error,
             asleep=self.asleep,
             lost=self.lost,

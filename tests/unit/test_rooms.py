@@ -22,7 +22,7 @@ ROOMS = (
     ("engines",),
     ("fleet",),
     ("trainer",),
-    ("probing", "follower", "replacer", "view", "session_options", "session_life", "session", "cli", "testing", "__init__"),
+    ("placement", "probing", "follower", "replacer", "view", "session_options", "session_life", "session", "cli", "testing", "__init__"),
 )
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 FILES = sorted(PACKAGE.rglob("*.py"))

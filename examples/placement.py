@@ -1,0 +1,84 @@
+"""Trainers and engines in places that were reserved for them: `python examples/placement.py`, or as a Ray job on a cluster.
+
+Two data-parallel trainers and three engines get their CPUs in one piece, or an error says at once what the cluster lacks. The ranks that
+a broadcast group over all of them would have are printed, then three training steps reach every engine. Status 0 when every engine
+answered with the trainer's output after every step, 1 otherwise. On a cluster with GPUs, ``gpus=True`` is the only change to the call.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+import ray
+import torch
+
+import ray_weightsync as rws
+from ray_weightsync.fleet.topology import Shape, group_of
+
+TRAINERS, ENGINES, STEPS = 2, 3, 3
+
+
+def make_model() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8))
+
+
+@ray.remote
+class Trainer(rws.TrainerMixin):
+    """One of several that hold the same model and different data."""
+
+    def __init__(self, rank: int) -> None:
+        torch.manual_seed(0)
+        self.model = make_model()
+        self.data = torch.Generator().manual_seed(rank)
+
+    def weight_source(self) -> torch.nn.Module:
+        return self.model
+
+    def gradients(self) -> list[torch.Tensor]:
+        inputs, targets = torch.randn(32, 64, generator=self.data), torch.randn(32, 8, generator=self.data)
+        loss = torch.nn.functional.mse_loss(self.model(inputs), targets)
+        return list(torch.autograd.grad(loss, list(self.model.parameters())))
+
+    @torch.no_grad()
+    def step(self, gradients: list[list[torch.Tensor]]) -> None:
+        for parameter, *parts in zip(self.model.parameters(), *gradients, strict=True):
+            parameter -= 0.1 * torch.stack(parts).mean(0)
+
+    @torch.no_grad()
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.model(inputs)
+
+
+def main() -> int:
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init()
+    else:
+        ray.init("local", num_cpus=4, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
+    with rws.placement.reserve(trainers=TRAINERS, engines=ENGINES, gpus=False, cpus_per_process=0.5, timeout_s=60) as placed:
+        print(f"placed: {placed}")
+        trainers = [Trainer.options(**place.options()).remote(place.index) for place in placed.trainers]
+        spec = rws.TorchEngineSpec(make_model, num_replicas=ENGINES, placement=placed)
+        with rws.WeightSync.spawn(spec, trainers=trainers[:1]) as sync:
+            print(group_of([Shape(id=replica.id, world_size=replica.world_size) for replica in sync.status().replicas]).table())
+            return train(trainers, sync)
+
+
+def train(trainers: list[ray.actor.ActorHandle], sync: rws.WeightSync) -> int:
+    inputs = torch.ones(4, 64)
+    for version in range(1, STEPS + 1):
+        gradients = ray.get([trainer.gradients.remote() for trainer in trainers], timeout=60)
+        ray.get([trainer.step.remote(gradients) for trainer in trainers], timeout=60)
+        print(sync.send_weights(version=version))
+        expected = ray.get([trainer.forward.remote(inputs) for trainer in trainers], timeout=60)
+        outputs = ray.get([engine.forward.remote(inputs) for engine in sync.engines], timeout=60)
+        if not all(torch.equal(output, expected[0]) for output in (*expected, *outputs)):
+            print(f"step {version}: an engine's output differs from the trainers'")
+            return 1
+    print("every output equals the trainers'")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
