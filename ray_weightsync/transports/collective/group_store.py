@@ -20,6 +20,7 @@ Answer = TypeVar("Answer")
 FAREWELL_S = 5.0
 """Seconds for which a rank that is done waits for those that are not, which may still need it."""
 
+_HALTED = "this rank was told to stop"
 _LOOK_S = 0.2
 _MIN_POLL_S = 0.002
 _MAX_POLL_S = 0.1
@@ -95,6 +96,10 @@ class GroupStore:
         """End every wait of this rank here. Idempotent."""
         self._halted.set()
 
+    @property
+    def halted(self) -> bool:
+        return self._halted.is_set()
+
     def _poll(self, ready: Callable[[], bool], deadline: Deadline, *, heed_failure: bool = True) -> bool:
         pause_s = _MIN_POLL_S
         while not ready():
@@ -103,7 +108,7 @@ class GroupStore:
             if deadline.passed:
                 return False
             if self._halted.wait(min(pause_s, deadline.left_s)):
-                raise GroupError("this rank was told to stop")
+                raise GroupError(_HALTED)
             pause_s = min(2 * pause_s, _MAX_POLL_S)
         return True
 
@@ -138,12 +143,14 @@ def heeding(store: GroupStore | None, wait: Callable[[float], Answer | None], de
     """What ``wait`` (told for how many seconds) gives, or None at the deadline. Meanwhile the group's failure is looked for.
 
     Raises:
-        GroupError: if the group failed, in the words of the rank that failed first, or the sender is gone.
+        GroupError: if the group failed, in the words of the rank that failed first, or the sender is gone, or this rank was told to stop.
     """
     while True:
         answer = wait(min(_LOOK_S, deadline.left_s))
         if answer is not None:
             return answer
+        if store is not None and store.halted:
+            raise GroupError(_HALTED)
         if store is not None and (words := store.failure()) is not None:
             if (answer := wait(0)) is not None:  # which raises, if this rank itself knows better what happened
                 return answer

@@ -29,6 +29,8 @@ BACKENDS: tuple[BackendName, ...] = ("gloo", "nccl")
 SENDER = 0
 """The sender's rank. A replica's workers follow from its ``rank_offset`` on."""
 
+DEFAULTS = Collective()
+
 _ID = re.compile(r"[0-9a-f]{32}")
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 
@@ -118,8 +120,8 @@ class RendezvousServer:
         *,
         world_size: int,
         backend: BackendName = "gloo",
-        options: Collective = Collective(),
-        address: str | None = None,  # noqa: B008
+        options: Collective = DEFAULTS,
+        address: str | None = None,
     ) -> None:
         address = address_of(options.interface) if options.interface is not None else address or node_ip()
         unique_id = None
