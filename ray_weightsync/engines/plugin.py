@@ -6,7 +6,7 @@ worker creates it. It also owns the fixed table of receivers; a transport's name
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ray_weightsync.worker.payload import words_of
@@ -35,11 +35,16 @@ def register() -> None:
     _registered = True
 
 
-def receivers() -> Mapping[str, Receiver]:
-    """New receivers for one worker, by their transport's name on the wire."""
+def receivers(rank_in_replica: Callable[[], int] = lambda: 0) -> Mapping[str, Receiver]:
+    """New receivers for one worker, by their transport's name on the wire.
+
+    Args:
+        rank_in_replica: Tells the worker's place among all workers of its replica, from 0; asked when an update needs it.
+    """
+    from ray_weightsync.transports.collective.receiver import CollectiveReceiver
     from ray_weightsync.transports.host.receiver import HostReceiver
 
-    return {"host": HostReceiver()}
+    return {"host": HostReceiver(), "collective": CollectiveReceiver(rank_in_replica)}
 
 
 class WorkerExtension:

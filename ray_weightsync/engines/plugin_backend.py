@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from ray_weightsync.engines.plugin import receivers
 from ray_weightsync.worker.backend import RwsBackend
@@ -14,4 +15,12 @@ class Backend(RwsBackend):
 
     def receivers(self) -> Mapping[str, Receiver]:
         """This package's receivers."""
-        return receivers()
+        return receivers(lambda: rank_in_replica(self.parallel_config))
+
+
+def rank_in_replica(parallel_config: Any) -> int:
+    """A worker's place among all workers of its replica, data-parallel ones included: vLLM's own formula (``worker_init_process_group``).
+
+    ``world_size`` is TP x PP, ``rank`` the worker's place within that.
+    """
+    return int(parallel_config.data_parallel_index * parallel_config.world_size + parallel_config.rank)

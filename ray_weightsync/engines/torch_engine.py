@@ -20,7 +20,9 @@ from ray_weightsync.engines.torch_gate import EngineDeadError, StepGate
 from ray_weightsync.engines.torch_loader import ModuleLoader, tensors_by_name
 from ray_weightsync.protocol.channel import KNOWN_VERBS
 from ray_weightsync.protocol.remote import described, halt, run_here
+from ray_weightsync.transports.collective.receiver import CollectiveReceiver
 from ray_weightsync.transports.host.receiver import HostReceiver
+from ray_weightsync.worker.receiver import Receiver
 from ray_weightsync.worker.updates import RESIDENT, SoleRank, WorkerUpdates, package_version
 
 MAX_REQUESTS = 8
@@ -52,7 +54,8 @@ class TorchEngineActor:
         self._gate = StepGate()
         self._loader = ModuleLoader(self._module)
         self._resident: tuple[str, ...] = RESIDENT
-        self._updates = WorkerUpdates(self._loader, SoleRank(), {"host": HostReceiver()}, resident=lambda: self._resident)
+        receivers: dict[str, Receiver] = {"host": HostReceiver(), "collective": CollectiveReceiver()}
+        self._updates = WorkerUpdates(self._loader, SoleRank(), receivers, resident=lambda: self._resident)
         self._version = "default"
 
     # -- requests ----------------------------------------------------------------------------------------------------------

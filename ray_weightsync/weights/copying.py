@@ -16,7 +16,7 @@ Two measured facts shape this file (torch 2.13, numpy 2.3, xxhash 4.1; ratios ho
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy
 import torch
@@ -59,6 +59,40 @@ def copy_hashed(tensor: torch.Tensor, destination: memoryview, on_bytes: Callabl
     return copy_blocks(source, destination, on_bytes)
 
 
+def copy_hashed_in_pieces(tensor: torch.Tensor, pieces: Iterable[torch.Tensor]) -> bytes:
+    """Copy the logical, row-major values of ``tensor`` to ``pieces``, one after the other, and return their digest.
+
+    Extra memory: the tensor's, if it is not contiguous and there is more than one piece or it is not in CPU memory; 16 MiB on the
+    host for pieces on a device, from where each is brought back to be hashed.
+
+    Args:
+        tensor: As for `copy_hashed`.
+        pieces: Flat, contiguous uint8 tensors, together exactly as many bytes as the tensor has. The next one is asked for when the
+            one before is complete.
+
+    Returns:
+        The 16 bytes of the xxh3_128 over all pieces.
+    """
+    source = flat_bytes(_as_integers(_resolved(tensor)).contiguous())
+    state = xxhash.xxh3_128()
+    start = 0
+    for piece in pieces:
+        part = source[start : start + piece.numel()]
+        if piece.is_cpu and part.is_cpu:
+            _copy_blocks(part.numpy().data, piece.numpy().data, state)
+        else:
+            piece.copy_(part)
+            hash_slabs(piece, state)
+        start += piece.numel()
+    return state.digest()
+
+
+def hash_slabs(raw: torch.Tensor, state: xxhash.xxh3_128) -> None:
+    """Hash flat uint8 on any device; from a device it is brought over in pieces of `SLAB_BYTES`."""
+    for slab in raw.split(SLAB_BYTES):
+        state.update(slab.cpu().numpy().data)
+
+
 def hash_only(tensor: torch.Tensor) -> bytes:
     """The digest that `copy_hashed` returns, without a destination. Tensors that are not contiguous in CPU memory are copied on the way."""
     if tensor.numel() == 0:
@@ -71,6 +105,13 @@ def hash_only(tensor: torch.Tensor) -> bytes:
 def copy_blocks(source: memoryview, destination: memoryview, on_bytes: Callable[[int], None] | None = None) -> bytes:
     """Copy and hash block by block, without ever releasing the GIL on the way (see the top of this file)."""
     state = xxhash.xxh3_128()
+    _copy_blocks(source, destination, state, on_bytes)
+    return state.digest()
+
+
+def _copy_blocks(
+    source: memoryview, destination: memoryview, state: xxhash.xxh3_128, on_bytes: Callable[[int], None] | None = None
+) -> None:
     stop = destination.nbytes
     for start in range(0, stop, BLOCK_BYTES):
         end = min(start + BLOCK_BYTES, stop)
@@ -79,7 +120,6 @@ def copy_blocks(source: memoryview, destination: memoryview, on_bytes: Callable[
         state.update(block)
         if on_bytes is not None:
             on_bytes(end)
-    return state.digest()
 
 
 def _resolved(tensor: torch.Tensor) -> torch.Tensor:

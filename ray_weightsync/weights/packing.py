@@ -18,7 +18,7 @@ from ray_weightsync.weights.digest import WeightsDigest, check_payload
 from ray_weightsync.weights.plan import ALIGN, Plan, TensorSpec
 from ray_weightsync.weights.source_base import checked
 
-__all__ = ["ALIGN", "Packed", "pack", "view"]
+__all__ = ["ALIGN", "Packed", "pack", "pack_each", "view"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,21 +36,22 @@ class Packed:
     num_tensors: int
 
 
-def view(raw: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """The tensor ``spec`` inside the payload ``raw``, sharing its memory.
+def view(raw: torch.Tensor, spec: TensorSpec, *, begins_at: int = 0) -> torch.Tensor:
+    """The tensor ``spec`` inside the payload, or a part of one, ``raw``, sharing its memory.
 
     Args:
-        raw: One-dimensional uint8 tensor on any device, whose first byte is the payload's, at a storage offset that is a multiple
-            of the dtype's size.
+        raw: One-dimensional uint8 tensor on any device, at a storage offset that is a multiple of the dtype's size.
         spec: A tensor of the payload's plan.
+        begins_at: Which byte of the payload is the first of ``raw``.
 
     Raises:
         ConfigError: if the payload ends before the tensor does.
     """
-    stop = spec.offset + spec.nbytes
+    start = spec.offset - begins_at
+    stop = start + spec.nbytes
     if stop > raw.numel():
         raise ConfigError(f"tensor {spec.name!r} ends at byte {stop} of a payload that has only {raw.numel()}")
-    return raw[spec.offset : stop].view(spec.torch_dtype).view(spec.shape)
+    return raw[start:stop].view(spec.torch_dtype).view(spec.shape)
 
 
 def pack(
@@ -82,15 +83,30 @@ def pack(
     progress = _Progress(on_progress, progress_bytes)
     payload = out.numpy().data
     zeros = bytes(ALIGN)
-    digest = WeightsDigest(plan)
-    for spec, tensor in checked(pairs, plan):
+
+    def place(spec: TensorSpec, tensor: torch.Tensor) -> bytes:
         start, stop, end = spec.offset, spec.offset + spec.nbytes, spec.end
         within = progress.starting_at(start) if spec.nbytes > progress_bytes else None
-        digest.add(copy_hashed(tensor, payload[start:stop], within))
+        digest = copy_hashed(tensor, payload[start:stop], within)
         if stop < end:
             payload[stop:end] = zeros[: end - stop]
         progress.reach(end)
+        return digest
+
+    packed = pack_each(pairs, plan, place)
     progress.finish(plan.num_bytes)
+    return packed
+
+
+def pack_each(pairs: Iterable[tuple[str, torch.Tensor]], plan: Plan, place: Callable[[TensorSpec, torch.Tensor], bytes]) -> Packed:
+    """Give what ``pairs`` yields to ``place``, which copies each tensor to where it belongs and returns the digest of its bytes there.
+
+    Raises:
+        ConfigError: naming the tensor, if iteration disagrees with the plan.
+    """
+    digest = WeightsDigest(plan)
+    for spec, tensor in checked(pairs, plan):
+        digest.add(place(spec, tensor))
     return Packed(digest=digest.hexdigest(), num_bytes=plan.weight_bytes, num_tensors=len(plan.tensors))
 
 

@@ -1,0 +1,118 @@
+"""The thread that owns one rank's communicator: sender and receivers join, fail and leave alike; what they do in between differs."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from abc import ABC, abstractmethod
+from typing import Any
+
+from ray_weightsync.transports.collective.communicator import Communicator, buffer_device, join
+from ray_weightsync.transports.collective.deadline import Deadline
+from ray_weightsync.transports.collective.group_store import FAREWELL_S, GroupStore
+from ray_weightsync.transports.collective.handover import Handover
+from ray_weightsync.transports.collective.rendezvous import SENDER, GroupError, Rendezvous
+from ray_weightsync.worker.payload import words_of
+
+FAILED_FAREWELL_S = 1.0
+"""Seconds that the sender of a group that failed waits for the others to say that they have left: long enough to read why."""
+
+
+class Member(threading.Thread, ABC):
+    """A daemon thread. It ends when its work is done, when its side or the group failed, or at the deadline.
+
+    Args:
+        rendezvous: The group.
+        rank: This rank.
+        deadline: For everything.
+        handover: What goes to or comes from the other thread of this side. How this thread ended is told through it.
+
+    Attributes:
+        store: Its connection to the group's store, once there is one.
+        device: Where the buffers have to be: chosen by the thread that makes this one.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, rank: int, deadline: Deadline, handover: Handover[Any]) -> None:
+        super().__init__(name=f"rws-rank-{rank}-{rendezvous.id[:8]}", daemon=True)
+        self.store: GroupStore | None = None
+        self.device = buffer_device(rendezvous.backend)
+        self._rendezvous = rendezvous
+        self._rank = rank
+        self._deadline = deadline
+        self._handover = handover
+        self._communicator: Communicator | None = None
+        self._halted = False
+
+    @abstractmethod
+    def work(self, communicator: Communicator, store: GroupStore) -> None:
+        """All that this rank does in the group."""
+
+    @abstractmethod
+    def progress(self) -> str:
+        """How far it came."""
+
+    def run(self) -> None:
+        """Join, work, leave."""
+        try:
+            self.store = store = GroupStore(self._rendezvous, self._rank, self._deadline)
+            self._heed_halt()
+            self._communicator = communicator = join(store, self.device, self._deadline)
+            self._heed_halt()
+            self.work(communicator, store)
+        except BaseException as error:
+            self._handover.fail(self._ended_by(error))
+        else:
+            self._leave(communicator, store)
+
+    def halt(self) -> None:
+        """End it as soon as the backend can be interrupted. Idempotent."""
+        self._halted = True
+        self._heed_halt()
+
+    def _heed_halt(self) -> None:
+        if self._halted and self.store is not None:
+            self.store.halt()
+        if self._halted and self._communicator is not None:
+            self._communicator.abort()
+
+    def _leave(self, communicator: Communicator, store: GroupStore) -> None:
+        try:
+            with contextlib.suppress(GroupError):  # the sender has closed the store already: it needs nobody any more
+                store.leave()
+            if communicator.passes_on:
+                store.wait_left(FAREWELL_S)
+        finally:
+            communicator.close()
+
+    def _ended_by(self, error: BaseException) -> BaseException:
+        """Tell the others, let go of them, and return what this side is to raise."""
+        ours = self._handover.failure
+        words, gone = self._told(ours or error)
+        if ours is not None:
+            return ours
+        kind = TimeoutError if isinstance(error, TimeoutError) else GroupError
+        ended = kind(f"{words}; {self.progress()}{gone}")
+        ended.__cause__ = error
+        return ended
+
+    def _told(self, error: BaseException) -> tuple[str, str]:
+        """What the group fails for, now that the others know it too, and who of them is not heard of any more."""
+        words = str(error) if isinstance(error, GroupError | TimeoutError) else words_of(error)
+        store, communicator = self.store, self._communicator
+        gone = ""
+        try:
+            if store is not None:
+                told = store.failure()
+                if told is None:  # before the connections close: nobody should have to guess why they did
+                    store.fail(words)
+                words = told or words
+        except GroupError as lost:
+            words = str(lost)
+        if communicator is not None:
+            communicator.close()
+        if store is not None:
+            with contextlib.suppress(GroupError):  # said already
+                store.leave()
+                if self._rank == SENDER and (silent := store.silent(FAILED_FAREWELL_S)):
+                    gone = f"; nothing more was heard of rank {', '.join(map(str, silent))}"
+        return words, gone

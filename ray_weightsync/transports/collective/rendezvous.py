@@ -1,0 +1,229 @@
+"""Where the ranks of a group meet: a store that the sender's process serves on a socket that stays bound from the start.
+
+There is no race for a free port: the kernel picks one for the socket that is then listened on. A group lives for one transfer. Its
+id is random, all keys in the store begin with it, and the next transfer has another store, port and id.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import fcntl
+import re
+import secrets
+import socket
+import struct
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from ray_weightsync.config import MIN_BUCKET_BYTES, Collective
+from ray_weightsync.errors import ConfigError
+from ray_weightsync.weights.tensor_spec import is_int
+from ray_weightsync.worker.identity import node_ip
+
+BackendName = Literal["gloo", "nccl"]
+BACKENDS: tuple[BackendName, ...] = ("gloo", "nccl")
+SENDER = 0
+"""The sender's rank. A replica's workers follow from its ``rank_offset`` on."""
+
+DEFAULTS = Collective()
+
+_ID = re.compile(r"[0-9a-f]{32}")
+_SIOCGIFADDR = 0x8915  # linux/sockios.h
+
+
+class GroupError(ValueError):
+    """A group cannot be joined, or broke: a member is gone, or gave up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendezvous:
+    """What a rank must know to join a group. Plain values; Ray or JSON carries it.
+
+    Attributes:
+        id: The group's id, 32 hex digits.
+        backend: ``"gloo"`` or ``"nccl"``.
+        address: Address of the sender's store.
+        port: Its port.
+        world_size: Ranks, the sender's included. At least 2.
+        bucket_bytes: Most bytes in one broadcast.
+        num_buckets: Buckets that each side holds at a time. At least 2.
+        unique_id: NCCL's unique id in base64; None for gloo.
+    """
+
+    id: str
+    backend: BackendName
+    address: str
+    port: int
+    world_size: int
+    bucket_bytes: int
+    num_buckets: int
+    unique_id: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, valid in (
+            ("id", isinstance(self.id, str) and _ID.fullmatch(self.id)),
+            ("backend", self.backend in BACKENDS),
+            ("address", isinstance(self.address, str) and self.address),
+            ("port", is_int(self.port) and 0 < self.port < 1 << 16),
+            ("world_size", is_int(self.world_size) and self.world_size >= 2),
+            ("bucket_bytes", is_int(self.bucket_bytes) and self.bucket_bytes >= MIN_BUCKET_BYTES),
+            ("num_buckets", is_int(self.num_buckets) and self.num_buckets >= 2),
+            ("unique_id", _is_unique_id(self.unique_id) if self.backend == "nccl" else self.unique_id is None),
+        ):
+            if not valid:
+                raise GroupError(f"a group cannot have {name}={getattr(self, name)!r:.80}")
+
+    def payload(self, rank_offset: int) -> dict[str, Any]:
+        """The ``group`` of an ``update_weights`` payload for a replica whose workers have the ranks from ``rank_offset`` on."""
+        return {**asdict(self), "rank_offset": rank_offset}
+
+    @classmethod
+    def from_payload(cls, group: object) -> tuple[Rendezvous, int]:
+        """Read what `payload` wrote: the rendezvous, and the ``rank_offset``. Nothing in it is trusted.
+
+        Raises:
+            GroupError: naming what is wrong.
+        """
+        names = {field.name for field in fields(cls)}
+        if not isinstance(group, Mapping) or set(group) != names | {"rank_offset"}:
+            found = sorted(map(str, group)) if isinstance(group, Mapping) else type(group).__name__
+            raise GroupError(f"a group has the fields {sorted(names | {'rank_offset'})}, not {found}")
+        rendezvous = cls(**{name: group[name] for name in names})
+        offset = group["rank_offset"]
+        if not is_int(offset) or not SENDER < offset < rendezvous.world_size:
+            raise GroupError(f"rank_offset must be an int from {SENDER + 1} to {rendezvous.world_size - 1}, not {offset!r}")
+        return rendezvous, offset
+
+
+class RendezvousServer:
+    """The store of one group, in the sender's process. A context manager; close it when the transfer is over, however it ended.
+
+    Args:
+        world_size: Ranks, the sender's included.
+        backend: ``"nccl"`` where sender and workers have GPUs, else ``"gloo"``.
+        options: Bucket sizes, and the interface whose address the workers are told.
+        address: The address to bind where ``options`` name no interface: the node's own as Ray knows it. None picks the one by
+            which this machine reaches others.
+
+    Raises:
+        ConfigError: if the interface is not there or has no IPv4 address, or the address is not this machine's.
+        GroupError: for a world size or backend that no group can have.
+        ModuleNotFoundError: for ``"nccl"`` without nccl4py.
+    """
+
+    def __init__(
+        self,
+        *,
+        world_size: int,
+        backend: BackendName = "gloo",
+        options: Collective = DEFAULTS,
+        address: str | None = None,
+    ) -> None:
+        address = address_of(options.interface) if options.interface is not None else address or node_ip()
+        unique_id = None
+        if backend == "nccl":
+            from ray_weightsync.transports.collective.communicator import new_unique_id
+
+            unique_id = base64.b64encode(new_unique_id()).decode()
+        self._store: dist.TCPStore | None = None
+        bound = _bound(address)
+        try:
+            self.rendezvous = Rendezvous(
+                id=secrets.token_hex(16),
+                backend=backend,
+                address=address,
+                port=bound.getsockname()[1],
+                world_size=world_size,
+                bucket_bytes=options.bucket_bytes,
+                num_buckets=options.num_buckets,
+                unique_id=unique_id,
+            )
+            self._store = dist.TCPStore(
+                address,
+                self.rendezvous.port,
+                is_master=True,
+                wait_for_workers=False,
+                master_listen_fd=bound.fileno(),
+            )
+            bound.detach()  # the store closes it
+        except BaseException:
+            bound.close()
+            raise
+        self._store.set(nonce_key(self.rendezvous.id), self.rendezvous.id)
+
+    def probe(self) -> dict[str, Any]:
+        """What a worker needs to prove that it reaches this store; see `CollectiveReceiver.see`."""
+        return {"address": self.rendezvous.address, "port": self.rendezvous.port, "nonce": self.rendezvous.id}
+
+    def close(self) -> None:
+        """Close the store and its socket: whoever still waits for it fails at once. Idempotent."""
+        self._store = None  # torch closes it with the last reference
+
+    def __enter__(self) -> RendezvousServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def nonce_key(group: str) -> str:
+    """Where a group's store keeps what proves that it is this group's."""
+    return f"rws/{group}/nonce"
+
+
+def address_of(interface: str) -> str:
+    """The IPv4 address of a network interface, such as ``"eth0"``.
+
+    Raises:
+        ConfigError: if there is none, naming the interfaces that there are.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        try:
+            answer = fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        except OSError as error:
+            there = ", ".join(name for _, name in socket.if_nameindex())
+            raise ConfigError(f"interface {interface!r} has no IPv4 address here ({error.strerror}); there are: {there}") from error
+    return socket.inet_ntoa(answer[20:24])
+
+
+def local_address_towards(address: str, port: int) -> str:
+    """The local address from which packets to ``address`` leave. Nothing is sent: connecting a datagram socket only picks a route.
+
+    Raises:
+        GroupError: if there is no route.
+    """
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise GroupError(f"there is no way from here to {address}, the sender's address: {error}") from error
+
+
+def _bound(address: str) -> socket.socket:
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"{address!r} is no address: {error}") from error
+    try:
+        bound.bind(target)
+        bound.listen(socket.SOMAXCONN)
+    except OSError as error:
+        bound.close()
+        raise ConfigError(
+            f"the sender cannot listen on {address}: {error}", hint="name the interface that workers reach with Collective(interface=...)"
+        ) from error
+    return bound
+
+
+def _is_unique_id(value: object) -> bool:
+    try:
+        return isinstance(value, str) and len(base64.b64decode(value, validate=True)) > 0
+    except binascii.Error:
+        return False

@@ -1,0 +1,166 @@
+"""Groups over loopback, with receivers on threads or in processes of their own, and a look at what they leave behind."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ray_weightsync.config import Collective
+from ray_weightsync.transports.collective.receiver import CollectiveDelivery, CollectiveReceiver
+from ray_weightsync.transports.collective.rendezvous import RendezvousServer
+from ray_weightsync.transports.collective.sender import BroadcastSender
+from ray_weightsync.weights.plan import Plan
+from ray_weightsync.weights.sources import StateDictSource
+
+LIMIT_S = 30.0
+BUCKET_BYTES = 4096
+
+
+def sockets() -> int:
+    """Sockets that this process has open."""
+    count = 0
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the listing's own
+            count += os.readlink(f"/proc/self/fd/{fd}").startswith("socket:")
+    return count
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing() -> Iterator[None]:
+    """Whatever happened: no thread, no socket, no global process group is left."""
+    threads, num_sockets = set(threading.enumerate()), sockets()
+    yield
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(LIMIT_S)
+        assert not thread.is_alive(), thread.name
+    gc.collect()  # an exception's frames may hold a store
+    assert sockets() == num_sockets
+    assert not dist.is_initialized()
+
+
+class Aside:
+    """A thread whose result or exception is asked for with a limit."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._result: Any = None
+        self._error: BaseException | None = None
+
+        def run() -> None:
+            try:
+                self._result = work()
+            except BaseException as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=run, daemon=True)
+        self._thread.start()
+
+    def result(self) -> Any:
+        """What the work returned.
+
+        Raises:
+            BaseException: what it raised.
+        """
+        self._thread.join(LIMIT_S)
+        assert not self._thread.is_alive(), "the thread is stuck"
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        return self._result
+
+
+class Gated:
+    """Pairs that a sender takes one by one, each when it is let through."""
+
+    def __init__(self, source: StateDictSource) -> None:
+        self._source = source
+        self._gates = threading.Semaphore(0)
+        self.taken = 0
+
+    def let(self, num: int) -> None:
+        self._gates.release(num)
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for pair in self._source:
+            assert self._gates.acquire(timeout=LIMIT_S), "nobody opened the gate"
+            self.taken += 1
+            yield pair
+
+
+class Group:
+    """The sender's side of one group, and receivers for its ranks."""
+
+    def __init__(self, world_size: int, *, limit_s: float = LIMIT_S, bucket_bytes: int = BUCKET_BYTES, num_buckets: int = 2) -> None:
+        options = Collective(bucket_bytes=bucket_bytes, num_buckets=num_buckets)
+        self.server = RendezvousServer(world_size=world_size, options=options, address="127.0.0.1")
+        self.sender = BroadcastSender(self.server.rendezvous, limit_s=limit_s)
+        self.world_size = world_size
+
+    def update(self, rank: int, *, limit_s: float = LIMIT_S) -> dict[str, Any]:
+        return {"group": self.server.rendezvous.payload(rank), "limit_s": limit_s}
+
+    def open(self, rank: int, plan: Plan, *, limit_s: float = LIMIT_S) -> CollectiveDelivery:
+        return CollectiveReceiver().open(plan, self.update(rank, limit_s=limit_s))
+
+    def receive(self, rank: int, plan: Plan, *, limit_s: float = LIMIT_S) -> Aside:
+        """Receive everything on a thread; its result is the tensors by name and what is attested."""
+
+        def work() -> Any:
+            delivery = self.open(rank, plan, limit_s=limit_s)
+            try:
+                return dict(delivery), delivery.received()
+            finally:
+                delivery.close()
+
+        return Aside(work)
+
+    def receive_all(self, plan: Plan, *, limit_s: float = LIMIT_S) -> list[Aside]:
+        return [self.receive(rank, plan, limit_s=limit_s) for rank in range(1, self.world_size)]
+
+    def close(self) -> None:
+        self.sender.close()
+        self.server.close()
+
+
+@pytest.fixture
+def group() -> Iterator[Callable[..., Group]]:
+    with contextlib.ExitStack() as ends:
+
+        def make(world_size: int, **fields: Any) -> Group:
+            made = Group(world_size, **fields)
+            ends.callback(made.close)
+            return made
+
+        yield make
+
+
+@pytest.fixture
+def aside() -> type[Aside]:
+    return Aside
+
+
+@pytest.fixture
+def gated() -> type[Gated]:
+    return Gated
+
+
+@pytest.fixture
+def weights() -> Callable[..., tuple[StateDictSource, Plan]]:
+    """Random values of the given (dtype, shape)s, or of ten tensors of 2000 bytes (two to a bucket), and their plan."""
+
+    def make(*layout: tuple[str, tuple[int, ...]], seed: int = 0) -> tuple[StateDictSource, Plan]:
+        generator = torch.Generator().manual_seed(seed)
+        tensors = {}
+        for number, (dtype_name, shape) in enumerate(layout or [("float32", (500,))] * 10):
+            tensors[f"t{number}"] = torch.randint(-100, 100, shape, generator=generator).to(getattr(torch, dtype_name))
+        source = StateDictSource(tensors)
+        return source, Plan.from_metadata(source.metadata())
+
+    return make
