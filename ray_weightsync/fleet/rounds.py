@@ -135,7 +135,9 @@ class Rounds:
             try:
                 await self._staging.seal(snapshot, sealed)
                 await self._sealed(snapshot)
-                await self._within_reach(snapshot, await snapshot.judged())
+                members = await snapshot.judged()
+                if not snapshot.committing:  # else (overlap) a round is at it already, and its end says what became of each replica
+                    await self._within_reach(snapshot, members)
             except BaseException as error:
                 await self._staging.give_up(snapshot, str(error))
                 raise

@@ -225,7 +225,12 @@ class FakeEngine(StepByStep):
             "node_ip": self.node_ip,
         }
         sizes = {"num_workers": 1, "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1}
-        state: dict[str, Any] = {"version": self.version, "paused": self.paused, "instance_id": self.incarnation, "unfinished_requests": self.unfinished}
+        state: dict[str, Any] = {
+            "version": self.version,
+            "paused": self.paused,
+            "instance_id": self.incarnation,
+            "unfinished_requests": self.unfinished,
+        }
         state["node_id"] = self.node_id
         return {"kind": "async", "backend": "rws", "workers": [worker], **sizes, **state}
 
