@@ -235,11 +235,10 @@ async def start_store(
     # that engines hold.
     detached = {} if name is None else {"name": name, "namespace": namespace, "lifetime": "detached"}
     handle: Any = (
-        ray.remote(SnapshotStoreActor)
+        ray.remote(concurrency_groups={_RELAYS: _RELAY_CONCURRENCY})(SnapshotStoreActor)
         .options(
             num_cpus=0,
             max_concurrency=_CONCURRENCY,
-            concurrency_groups={_RELAYS: _RELAY_CONCURRENCY},
             max_restarts=0,
             max_task_retries=0,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),

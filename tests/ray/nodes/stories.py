@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import ray_weightsync as rws
 from ray_weightsync.testing import Faults
-from tests.ray.killing import kill
+from tests.ray.killing import kill, until_dead
 
 VARIABLE = "RWS_TEST_SHM"
 LIMIT_S = 60.0
@@ -75,10 +76,9 @@ def slots_on(sync: rws.WeightSync, node_id: str) -> Any:
     return ray.get(store_on(sync, node_id).stats.remote(), timeout=LIMIT_S)
 
 
-def _flip(actor: Any, node_id: str) -> None:
+def _flip(actor: Any) -> None:
     """From now on the first byte of every payload that leaves this store arrives as another one."""
-    from ray_weightsync.transports.host import actor as module
-
+    module: Any = importlib.import_module("ray_weightsync.transports.host.actor")
     true = module.read_piece
 
     def flipped(address: Any, start: int, stop: int) -> Any:
@@ -129,7 +129,7 @@ def a_byte_flips() -> dict[str, Any]:
         before, after = make_module(), make_module()
         sync.send_weights(before, version=1)
         origin = store_on(sync, next(iter(engines)))
-        ray.get(origin.__ray_call__.remote(_flip, ""), timeout=LIMIT_S)
+        ray.get(origin.__ray_call__.remote(_flip), timeout=LIMIT_S)
         try:
             sync.send_weights(after, version=2)
         except rws.RoundAborted as error:
@@ -165,10 +165,28 @@ def healed_from_a_relay(node_ids: Sequence[str], coordinator_dies: bool) -> dict
         return {"healed": healed, "committed": report.committed, "served": serve(module)}
 
 
+class Slow:
+    """A source that gives its tensors only when the engines have begun to read."""
+
+    def __init__(self, module: torch.nn.Module, sync: rws.WeightSync) -> None:
+        self._tensors = dict(module.state_dict())
+        self._sync = sync
+
+    def metadata(self) -> list[rws.ParamMeta]:
+        return [rws.ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._tensors.items()]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        deadline = time.monotonic() + LIMIT_S
+        while self._sync.status().phase != "update":
+            assert time.monotonic() < deadline, str(self._sync.status())
+            time.sleep(0.01)
+        yield from self._tensors.items()
+
+
 def overlapped() -> dict[str, Any]:
     with session(transport=rws.Host(directory=HOST.directory, bucket_bytes=PIECE_BYTES, overlap=True)) as sync:
         module = make_module()
-        report = sync.send_weights(module, version=1)
+        report = sync.send_weights(Slow(module, sync), version=1)
         return {"notes": report.notes, "served": serve(module)}
 
 
@@ -182,10 +200,9 @@ def begin_losing_a_node() -> None:
 
 
 def go_on_without(node_id: str) -> dict[str, Any]:
-    """The node was killed; the next call may still be one that finds out."""
+    """The node was killed, and its processes end when they have found out; the next call may still be one that does."""
     sync, module, aborted = kept["sync"], make_module(), []
-    gone = engines.pop(node_id)
-    del gone
+    until_dead(engines.pop(node_id))
     for version in (2, 3):
         try:
             report = sync.send_weights(module, version=version)
@@ -212,5 +229,7 @@ def replace_on(lost: str, node_id: str) -> dict[str, Any]:
 
 
 def end() -> None:
-    kept["stack"].close()
-    kept.clear()
+    """Close what a story has left open."""
+    if kept:
+        kept["stack"].close()
+        kept.clear()
