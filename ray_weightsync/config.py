@@ -101,7 +101,8 @@ class Timeouts:
         """The longest that the rest of a round may take when every phase uses up its deadline, in seconds."""
         moving = self.for_bytes("update", num_bytes) + self.for_bytes("finish", num_bytes)
         looking = 2 * (6 * self.preflight_s + self.finish_s)  # beside the packing, and before the pause
-        return looking + self.pause_s + self.start_s + moving + self.attest_s + 8 * self.commit_s + 6 * self.resume_s
+        crossing = 3 * self.for_bytes("stage", num_bytes)  # to other nodes: a slot there beside either look, and the bytes
+        return looking + crossing + self.pause_s + self.start_s + moving + self.attest_s + 8 * self.commit_s + 6 * self.resume_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +151,9 @@ class Host:
         overlap: Engines load what is sealed while the sender packs on; the pause then covers the staging too.
         num_slots: Slots kept for reuse: one committed, the others for staging. At least 2.
         bucket_bytes: How often the sender makes progress visible, in bytes. A tensor may be larger.
-        directory: A memory-backed directory that trainer and engines on one node share.
+        directory: A memory-backed directory that trainer and engines on one node share. Where it differs from node to node it names an
+            environment variable (``"$RWS_SHM"``, ``"/dev/shm/${USER}"``), which each node's Ray was started with (``RWS_SHM=/mnt/shm ray
+            start ...``).
     """
 
     overlap: bool = False
@@ -164,8 +167,10 @@ class Host:
             raise ConfigError(f"Host.overlap must be a bool, not {self.overlap!r}")
         if isinstance(self.num_slots, bool) or not isinstance(self.num_slots, int) or self.num_slots < 2:
             raise ConfigError(f"Host.num_slots must be an int of at least 2 (one committed, one being staged), not {self.num_slots!r}")
-        if not isinstance(self.directory, str) or not self.directory.startswith("/"):
-            raise ConfigError(f"Host.directory must be an absolute path, not {self.directory!r}")
+        if not isinstance(self.directory, str) or not self.directory.startswith(("/", "$")):
+            raise ConfigError(
+                f"Host.directory must be an absolute path, or begin with an environment variable ($NAME), not {self.directory!r}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-PHASES = ("preflight", "stage", "pause", "mark", "start", "update", "finish", "outcome", "commit", "cache", "resume")
+PHASES = ("preflight", "stage", "relay", "pause", "mark", "start", "update", "finish", "outcome", "commit", "cache", "resume")
 """The phases of a round, in order; the keys of ``phases_s``."""
 
 
@@ -48,7 +48,8 @@ class SyncReport:
         transport: The transport used, and in ``transport_reason`` why it was picked.
         num_bytes: Bytes of weights, without padding.
         num_tensors: Number of tensors.
-        phases_s: Wall seconds per phase over all replicas (phases of different replicas may overlap); "stage" is the sender's.
+        phases_s: Wall seconds per phase over all replicas (phases of different replicas may overlap); "stage" is the sender's, "relay" the
+            bytes' way to other nodes, also in ``phases_s`` of each replica there.
         apply_s: Wall seconds from the first ``start_weight_update`` to the last attested replica.
         replicas: One `ReplicaReport` for each member of the round.
         pause_s: Longest time one replica was paused, in seconds.

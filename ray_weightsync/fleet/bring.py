@@ -138,9 +138,13 @@ class Bring:
 
     async def _apply(self, member: Member) -> None:
         timeouts, num_bytes = self.spec.timeouts, self.spec.num_bytes
+        update = self.spec.updates.get(member.replica.id)
+        if update is None:  # with overlap, bytes are on their way to its node while it is paused
+            failure = CallFailure(message="the copy on its node was given up meanwhile", kind="raised", elapsed_s=0.0)
+            raise StepFailed("update", failure, timeouts.for_bytes("update", num_bytes))
         calls = [
             Call("start", timeouts.start_s, START),
-            Call("update", timeouts.for_bytes("update", num_bytes), UPDATE, (self.spec.update,)),
+            Call("update", timeouts.for_bytes("update", num_bytes), UPDATE, (update,)),
             Call("finish", timeouts.for_bytes("finish", num_bytes), FINISH),
         ]
         if self._in_one_turn(member):

@@ -207,8 +207,6 @@ def recorded(snapshot: Snapshot) -> SnapshotRecord:
         label=snapshot.label,
         plan=snapshot.plan.digest,
         node_id=snapshot.node_id,
-        store=snapshot.store,
-        address=dict(snapshot.address),
         sealed=snapshot.sealed.result() if known else None,
     )
 

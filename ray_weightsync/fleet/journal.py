@@ -41,7 +41,10 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotRecord:
-    """Where a snapshot lies; see `ray_weightsync.fleet.staging.Snapshot`. ``sealed`` is None where that was not known yet."""
+    """A snapshot; see `ray_weightsync.fleet.snapshot.Snapshot`. ``sealed`` is None where that was not known yet.
+
+    Where it lies is for the stores to tell.
+    """
 
     id: str
     slot: str
@@ -49,8 +52,6 @@ class SnapshotRecord:
     label: str
     plan: str
     node_id: str
-    store: str
-    address: dict[str, Any]
     sealed: Sealed | None
 
 

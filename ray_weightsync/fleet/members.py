@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 from functools import partial
 
-from ray_weightsync.errors import CallFailure, FleetTorn
+from ray_weightsync.errors import CallFailure, FleetTorn, RoundAborted
+from ray_weightsync.fleet.homes import home_of
 from ray_weightsync.fleet.parts import Parts
 from ray_weightsync.fleet.preflight import PHASE, check
 from ray_weightsync.fleet.replica import Replica
 from ray_weightsync.fleet.round import RoundLog
-from ray_weightsync.fleet.snapshot import Snapshot
+from ray_weightsync.fleet.snapshot import Copy, Snapshot
 from ray_weightsync.fleet.states import ReplicaEvent, ReplicaState
 from ray_weightsync.fleet.steps import StepFailed
 from ray_weightsync.fleet.verdicts import aborted
 from ray_weightsync.protocol.fanout import fan_out
+from ray_weightsync.protocol.reading import words
 
 
 async def members_of(snapshot: Snapshot, log: RoundLog, parts: Parts) -> list[Replica]:
@@ -75,19 +78,40 @@ async def unable(replicas: Iterable[Replica], snapshot: Snapshot, log: RoundLog,
             failures[replica.id] = StepFailed(PHASE, failure, timeouts.preflight_s)
         else:
             asked.append(replica)
-    probe = partial(parts.staging.probe, snapshot.node_id)
+    copies = parts.staging.copies
+    try:
+        nodes = await asyncio.wait_for(copies.stores.nodes(), timeouts.preflight_s)
+    except Exception as error:
+        raise RoundAborted(
+            f"Nothing changed: {parts.roster.serves()}. Ray did not tell which nodes there are.",
+            phase=PHASE,
+            limit_s=timeouts.preflight_s,
+            engine_message=words(error) or type(error).__name__,
+            hint="look after Ray's head node and call again",
+        ) from error
+
+    async def copy_for(replica: Replica) -> Copy:
+        replica.home = home_of(replica.engine.facts, nodes, origin=snapshot.origin)
+        return await copies.allotted(snapshot, replica.home)
+
     ask = partial(
-        check, plan=snapshot.plan, store=snapshot.store, probe=probe, claims=parts.claims, timeouts=timeouts, timeline=log.timeline
+        check,
+        plan=snapshot.plan,
+        copy_for=copy_for,
+        probe=copies.probe,
+        claims=parts.claims,
+        timeouts=timeouts,
+        timeline=log.timeline,
     )
     outcomes = await fan_out(
         {replica.id: partial(ask, replica) for replica in asked},
         what="preflight",
-        limit_s=6 * timeouts.preflight_s + timeouts.finish_s,
+        limit_s=6 * timeouts.preflight_s + timeouts.finish_s + timeouts.for_bytes("stage", snapshot.plan.num_bytes),
         warn_every_s=timeouts.warn_every_s,
     )
     for name, failure in outcomes.failures.items():
-        error = outcomes.errors.get(name)
-        if error is not None and not isinstance(error, StepFailed):
-            raise error
-        failures[name] = error if isinstance(error, StepFailed) else StepFailed(PHASE, failure, timeouts.preflight_s)
+        raised = outcomes.errors.get(name)
+        if raised is not None and not isinstance(raised, StepFailed):
+            raise raised
+        failures[name] = raised if isinstance(raised, StepFailed) else StepFailed(PHASE, failure, timeouts.preflight_s)
     return failures

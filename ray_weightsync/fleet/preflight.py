@@ -16,6 +16,7 @@ from ray_weightsync.engines.resolve import inspect
 from ray_weightsync.errors import CallFailure, EngineCallError
 from ray_weightsync.fleet.claims import Claims
 from ray_weightsync.fleet.replica import Replica
+from ray_weightsync.fleet.snapshot import Copy
 from ray_weightsync.fleet.states import ReplicaEvent, ReplicaState
 from ray_weightsync.fleet.steps import StepFailed, Timeline, step
 from ray_weightsync.protocol.channel import FINISH, INIT
@@ -92,8 +93,8 @@ async def check(
     replica: Replica,
     plan: Plan,
     *,
-    store: str | None,
-    probe: Callable[[], Awaitable[dict[str, Any]]],
+    copy_for: Callable[[Replica], Awaitable[Copy]],
+    probe: Callable[[str], Awaitable[dict[str, Any]]],
     claims: Claims,
     timeouts: Timeouts,
     timeline: Timeline,
@@ -103,8 +104,8 @@ async def check(
     Args:
         replica: The replica.
         plan: What will be sent.
-        store: Id of the snapshot store that holds the bytes, or None for a transport without one.
-        probe: Fetches the store's nonce for the ``see`` call; used once per store and incarnation.
+        copy_for: Finds the replica's home, and has a copy of the bytes begun there if there is none.
+        probe: Fetches the nonce of a node's store for the ``see`` call; used once per store and incarnation.
         claims: This session's: an engine that restarted may be another session's by now.
         timeouts: Deadlines; each call here has ``preflight_s``.
         timeline: Where the seconds are written.
@@ -123,16 +124,17 @@ async def check(
     if (why := refusal(replica.engine.facts)) is not None:
         kind = "raised" if replica.engine.facts.in_step else "out_of_step"
         raise StepFailed(PHASE, CallFailure(message=why, kind=kind, elapsed_s=0.0), timeouts.preflight_s)
-    if store is not None and store not in replica.stores:
+    copy = await copy_for(replica)
+    if copy.store not in replica.stores:
         await step(
             replica,
             PHASE,
             INIT,
-            {"op": "see", "transport": "host", "probe": await probe()},
+            {"op": "see", "transport": "host", "probe": await probe(copy.node_id)},
             limit_s=timeouts.preflight_s,
             timeline=timeline,
         )
-        replica.stores.add(store)
+        replica.stores.add(copy.store)
     forgotten = any(plan.digest not in worker.plans for worker in replica.engine.facts.workers)
     if forgotten or plan.digest not in replica.plans:
         wire = plan.to_wire()

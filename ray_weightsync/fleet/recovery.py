@@ -21,7 +21,7 @@ from ray_weightsync.fleet.replica import Replica
 from ray_weightsync.fleet.reporting import report_of
 from ray_weightsync.fleet.round import Member, RoundLog, RoundSpec
 from ray_weightsync.fleet.settlement import Ending, Standing, Trace, endings, standing, trace, why
-from ray_weightsync.fleet.snapshot import Snapshot
+from ray_weightsync.fleet.snapshot import Copy, Snapshot
 from ray_weightsync.fleet.states import ReplicaEvent, ReplicaState
 from ray_weightsync.fleet.steps import Call, StepFailed, Timeline, chain
 from ray_weightsync.fleet.values import Sealed
@@ -94,11 +94,11 @@ class Recovery:
         if record.round is not None and await self._settle(record.round, found, snapshots.get(record.round.snapshot.id)):
             committed = snapshots.get(record.round.snapshot.id)
         await self._stand(record, found)
-        if committed is not None and committed.slot in kept:
+        if committed is not None and committed.copies:
             self._parts.staging.keep(committed)
             await self._parts.staging.settled()
         for snapshot in snapshots.values():
-            if snapshot.slot in kept and (committed is None or snapshot.slot != committed.slot):
+            if committed is None or snapshot.slot != committed.slot:
                 await self._parts.staging.discard(snapshot)
         logger.warning("session %s goes on after %.1f s: %s", self._roster.name, time.monotonic() - began, self._roster.status())
 
@@ -110,8 +110,8 @@ class Recovery:
         self._parts.chronicle.succeed(record)
         self._roster.changed("recovering")
 
-    async def _stores_kept(self, at_work: list[SnapshotRecord]) -> dict[str, str]:
-        """Digests of the sealed snapshots that are still there, by slot. Whatever else lies in the stores is given up."""
+    async def _stores_kept(self, at_work: list[SnapshotRecord]) -> dict[str, tuple[str, dict[str, Copy]]]:
+        """Digests and copies of the sealed snapshots that are still there, by slot. Whatever else lies in the stores is given up."""
         try:
             return await self._parts.staging.recover({each.slot for each in at_work}, limit_s=self._timeouts.connect_s)
         except Exception:  # the engines are settled all the same; without a snapshot nothing can be proved or healed from
@@ -126,9 +126,9 @@ class Recovery:
         )
         return {digest: Plan.from_wire(wire) for digest, wire in wires.items() if wire is not None}
 
-    def _snapshot(self, record: SnapshotRecord, plan: Plan, kept: dict[str, str]) -> Snapshot:
+    def _snapshot(self, record: SnapshotRecord, plan: Plan, kept: dict[str, tuple[str, dict[str, Copy]]]) -> Snapshot:
         sealed: asyncio.Future[Sealed] = asyncio.get_running_loop().create_future()
-        digest = kept.get(record.slot, record.sealed.digest if record.sealed else "")
+        digest, copies = kept.get(record.slot, (record.sealed.digest if record.sealed else "", {}))
         sealed.set_result(record.sealed or Sealed(digest=digest, num_bytes=plan.weight_bytes, num_tensors=len(plan.tensors), stage_s=0.0))
         return Snapshot(
             id=record.id,
@@ -137,10 +137,9 @@ class Recovery:
             label=record.label,
             plan=plan,
             node_id=record.node_id,
-            store=record.store,
-            address=record.address,
             log=RoundLog(record.id),
             sealed=sealed,
+            copies=copies,
         )
 
     # --- the round that was in progress -------------------------------------------------------------------------------------
@@ -176,7 +175,7 @@ class Recovery:
             epoch=self._roster.epoch,
             label=round_.snapshot.label,
             num_bytes=snapshot.plan.num_bytes if snapshot is not None else 0,
-            update={},
+            updates={},
             all_or_none=False,
             overlap=False,
             pause=settings.pause,

@@ -32,6 +32,7 @@ class Replica:
         owner_paused: Its owner had paused it before this session first touched it, and finds it so afterwards.
         fenced_by_us: Its pause is this session's (or a dead session's, by its tombstone) and ends with its next commit.
         plans: Digests of the plans that its preflight accepted, for its present incarnation.
+        home: The node whose snapshot store it reads from, as last looked at.
         stores: Snapshot stores whose memory it proved to see, for its present incarnation.
         error: Why it is quarantined or lost.
         heals: How often it was healed without being asked since it last took part in a sender's round.
@@ -52,6 +53,7 @@ class Replica:
     owner_paused: bool = False
     fenced_by_us: bool = False
     plans: set[str] = field(default_factory=set)
+    home: str | None = None
     stores: set[str] = field(default_factory=set)
     error: str | None = None
     heals: int = 0

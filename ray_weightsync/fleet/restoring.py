@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ray_weightsync.errors import CallFailure, RoundAborted
 from ray_weightsync.fleet.bring import Bring
@@ -19,25 +19,25 @@ from ray_weightsync.fleet.verdicts import aborted
 from ray_weightsync.report import ReplicaReport
 
 
-def spec_of(parts: Parts, snapshot: Snapshot, log: RoundLog, *, overlap: bool) -> RoundSpec:
-    """What a round that brings ``snapshot`` is about, in a new epoch."""
+def spec_of(parts: Parts, snapshot: Snapshot, log: RoundLog, replicas: Iterable[Replica], *, overlap: bool) -> RoundSpec:
+    """What a round that brings ``snapshot`` to ``replicas`` is about, in a new epoch. Each reads the copy on its own node."""
     settings, timeouts, num_bytes = parts.settings, parts.timeouts, snapshot.plan.num_bytes
     epoch = parts.roster.next_epoch()
-    update = {
+    common = {
         "transport": "host",
         "round": log.round_id,
         "epoch": epoch,
         "plan": snapshot.plan.digest,
         # The workers' own deadline ends before ours: it is they who know how far the bytes had come.
         "limit_s": 0.8 * timeouts.for_bytes("update", num_bytes),
-        "slot": snapshot.address,
     }
+    slots = {replica.id: snapshot.copies[replica.home].address for replica in replicas if replica.home in snapshot.copies}
     return RoundSpec(
         round_id=log.round_id,
         epoch=epoch,
         label=snapshot.label,
         num_bytes=num_bytes,
-        update=update,
+        updates={name: common | {"slot": address} for name, address in slots.items()},
         # There is nothing to go back to before the first commit, and a restoration is of each for itself.
         all_or_none=settings.on_failure.after_start == "all_or_none" and parts.staging.committed not in (None, snapshot),
         overlap=overlap,
@@ -54,18 +54,24 @@ async def restore(parts: Parts, snapshot: Snapshot, log: RoundLog, replicas: Seq
     What keeps one away is in its report; it is fenced, unless it served and was put back.
     """
     await parts.chronicle.before(snapshot, list(replicas), log.round_id, each_for_itself=True)
-    spec = spec_of(parts, snapshot, log, overlap=False)
+    out_of_reach = await parts.staging.spread(snapshot, replicas, log.timeline)
+    spec = spec_of(parts, snapshot, log, replicas, overlap=False)
 
     async def restored(replica: Replica) -> ReplicaReport:
+        if replica.id in out_of_reach:
+            return await kept_away(replica, out_of_reach[replica.id])
         try:
             (report,) = await Bring(spec, [replica], snapshot.expected, log=log).run()
         except Aborted as end:
-            member = Member.found(replica)
-            member.failed = next(iter(end.failures.values()))
-            if replica.state is not ReplicaState.SERVING:
-                await fence(replica, member.failed, spec=spec, timeline=log.timeline)
-            return member.report(dict(log.timeline.seconds[replica.id]))
+            return await kept_away(replica, next(iter(end.failures.values())))
         return report
+
+    async def kept_away(replica: Replica, why: StepFailed) -> ReplicaReport:
+        member = Member.found(replica)
+        member.failed = why
+        if replica.state is not ReplicaState.SERVING:
+            await fence(replica, why, spec=spec, timeline=log.timeline)
+        return member.report(dict(log.timeline.seconds[replica.id]))
 
     try:
         return list(await asyncio.gather(*map(restored, replicas)))

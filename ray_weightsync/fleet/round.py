@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,14 +26,14 @@ class RoundLog:
 
 @dataclass(frozen=True, kw_only=True)
 class RoundSpec:
-    """What a round is about. The same for every member.
+    """What a round is about.
 
     Attributes:
         round_id: Part of the tombstone and of every payload.
         epoch: Receivers refuse an older one.
         label: The version's label.
         num_bytes: Bytes moved to each replica; deadlines grow with them.
-        update: The ``update_weights`` payload.
+        updates: The ``update_weights`` payload of each member, by its id: it names what that member is to read.
         all_or_none: Nobody is committed unless all are attested.
         overlap: The engines load while the snapshot is still being written.
     """
@@ -41,7 +42,7 @@ class RoundSpec:
     epoch: int
     label: str
     num_bytes: int
-    update: dict[str, Any]
+    updates: Mapping[str, dict[str, Any]]
     all_or_none: bool
     overlap: bool
     pause: PauseMode

@@ -6,6 +6,7 @@ Rounds take turns. While a sender packs, the fleet is looked at and, when somebo
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
@@ -103,7 +104,8 @@ class Rounds:
             raise
         snapshot.preflight = self._parts.spawn(self._look(snapshot))
         self._parts.spawn(self._give_up_after(snapshot, limit_s, sender))
-        return Ticket(snapshot=snapshot_id, address=snapshot.address, progress_bytes=self._settings.transport.bucket_bytes)
+        address = snapshot.copies[node_id].address
+        return Ticket(snapshot=snapshot_id, address=address, progress_bytes=self._settings.transport.bucket_bytes)
 
     async def _look(self, snapshot: Snapshot) -> list[Replica]:
         await asyncio.sleep(AFTER_REPLY_S)
@@ -123,17 +125,19 @@ class Rounds:
         return self._plans[digest]
 
     async def seal(self, snapshot_id: str, sealed: Sealed, *, keep_turn: bool = False) -> None:
-        """The sender has written everything: seal the snapshot, and wait for the preflight's verdict.
+        """The sender has written everything: seal the snapshot on every node, and wait for the preflight's verdict.
 
         Raises:
-            RoundAborted: if the snapshot was given up meanwhile, the store refuses it, or a replica refused the plan.
+            RoundAborted: if the snapshot was given up meanwhile, a store refuses it, or a replica refused the plan.
         """
         try:
             snapshot = self._staging.require(snapshot_id, self._roster.serves())
             try:
                 await self._staging.seal(snapshot, sealed)
                 await self._sealed(snapshot)
-                await snapshot.judged()
+                members = await snapshot.judged()
+                if not snapshot.committing:  # else (overlap) a round is at it already, and its end says what became of each replica
+                    await self._within_reach(snapshot, members)
             except BaseException as error:
                 await self._staging.give_up(snapshot, str(error))
                 raise
@@ -193,10 +197,11 @@ class Rounds:
                 snapshot.sealing = self._parts.spawn(self._seal_beside(snapshot, sealed))
             if self._roster.was_committed_before(snapshot.label):
                 raise ConfigError(f"version {snapshot.label!r} was committed meanwhile; versions are unique (now: {self._roster.label!r})")
-            members = await snapshot.judged()
+            members = await self._within_reach(snapshot, await snapshot.judged())
             gone = any(replica.state is ReplicaState.RETIRED for replica in members)
             if gone or time.monotonic() - snapshot.log.began > LOOK_IS_FRESH_S:
-                members = await self._members(snapshot)  # who is awake, and who is there at all, may have changed meanwhile
+                # Who is awake, and who is there at all, may have changed meanwhile.
+                members = await self._within_reach(snapshot, await self._members(snapshot))
             report = await self._commit(snapshot, members)
             self._parts.chronicle.ended(snapshot_id, report)
             return report
@@ -210,6 +215,41 @@ class Rounds:
     async def _seal_beside(self, snapshot: Snapshot, sealed: Sealed) -> None:
         await asyncio.sleep(0.0)  # the engines are asked to pause first: that takes longer
         await self._staging.seal(snapshot, sealed)
+
+    async def _within_reach(self, snapshot: Snapshot, members: list[Replica]) -> list[Replica]:
+        """Those of ``members`` whose node has the bytes. They go to other nodes while engines generate: a pause is not to wait for them.
+
+        With overlap, engines are paused long before there is anything to send; those on other nodes read behind their own node's relay.
+
+        Raises:
+            RoundAborted: if the bytes cannot be had on the node of a replica that is not fenced.
+        """
+        away = [replica for replica in members if not snapshot.complete_on(str(replica.home)) and replica.home != snapshot.node_id]
+        if not away:
+            return members
+        if self._settings.transport.overlap and not snapshot.sealed.done():
+            names = ", ".join(replica.id for replica in away)
+            snapshot.log.notes.append(f"{names} waited, paused, for bytes that cross to other nodes only when all are written (overlap)")
+            self._parts.spawn(self._spread_beside(snapshot, away))
+            return members
+        await self._sealed(snapshot)
+        failures = await self._staging.spread(snapshot, away, snapshot.log.timeline)
+        fenced = {replica.id for replica in away if replica.id in failures and replica.state is ReplicaState.QUARANTINED}
+        culprits = {name: failed for name, failed in failures.items() if name not in fenced or len(fenced) == len(members)}
+        if culprits:
+            raise aborted(
+                f"The bytes of version {snapshot.label} did not reach every node.",
+                old=self._roster.label,
+                culprits=culprits,
+                log_hints=self._roster.log_hints(),
+                hint="call again: a store that has died is started anew, and replicas that are gone are left out",
+            )
+        snapshot.log.notes.extend(f"{name} left out: {failures[name]}" for name in fenced)
+        return [replica for replica in members if replica.id not in fenced]
+
+    async def _spread_beside(self, snapshot: Snapshot, away: list[Replica]) -> None:
+        with contextlib.suppress(StepFailed):  # it was not sealed: whoever reads finds the slot given up
+            await self._staging.spread(snapshot, away, snapshot.log.timeline)
 
     async def _commit(self, snapshot: Snapshot, members: list[Replica]) -> SyncReport:
         repeat = await self._is_repeat(snapshot)
@@ -259,7 +299,7 @@ class Rounds:
         """
         await self._parts.chronicle.before(snapshot, members, log.round_id)
         before = self._staging.committed
-        spec = spec_of(self._parts, snapshot, log, overlap=self._settings.transport.overlap)
+        spec = spec_of(self._parts, snapshot, log, members, overlap=self._settings.transport.overlap)
         bring = Bring(spec, members, snapshot.expected, log=log, on_phase=self._roster.changed)
         try:
             return await bring.run()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ray_weightsync.fleet.replica import Replica
@@ -15,15 +15,35 @@ from ray_weightsync.weights.plan import Plan
 
 
 @dataclass(eq=False)
+class Copy:
+    """A snapshot's bytes on one node.
+
+    Attributes:
+        store: Identity of the store that holds them; a store that is started anew is another one.
+        address: Where they lie there (see `ray_weightsync.transports.host.layout`).
+        sealed: They are complete, and the sealed ones.
+    """
+
+    node_id: str
+    store: str
+    address: dict[str, Any]
+    sealed: bool = False
+
+
+@dataclass(eq=False)
 class Snapshot:
     """One version's bytes under one plan, on their way or sealed.
 
     Attributes:
         id: The id of the round that writes it, chosen by whoever sends.
-        slot: The store's name for it.
+        slot: The stores' name for it.
+        node_id: The node on which it is written.
+        copies: By node, where it lies and is about to lie.
+        ahead: By node, slots that were had under its name before anybody asked for them; their stores may have died since.
+        allotting: Copies whose slot is being had.
+        spreading: Held while its bytes go to other nodes.
         log: That round's.
         sealed: What the sender wrote; a `StepFailed` if it gave up.
-        store: Identity of the store that holds it; a store that is started anew is another one.
         preflight: The check of the fleet beside the sender's packing: who takes part.
         sealing: The store's part of sealing, beside the pause.
         committing: A round brings it to the fleet right now.
@@ -35,13 +55,24 @@ class Snapshot:
     label: str
     plan: Plan
     node_id: str
-    store: str
-    address: dict[str, Any]
     log: RoundLog
     sealed: asyncio.Future[Sealed]
+    copies: dict[str, Copy] = field(default_factory=dict)
+    ahead: dict[str, Copy] = field(default_factory=dict)
+    allotting: dict[str, asyncio.Future[Copy]] = field(default_factory=dict)
+    spreading: asyncio.Lock = field(default_factory=asyncio.Lock)
     preflight: asyncio.Task[list[Replica]] | None = None
     sealing: asyncio.Task[Any] | None = None
     committing: bool = False
+
+    @property
+    def origin(self) -> str:
+        """The node where its bytes come from; where the one that it was written on does not have them any more, another one that has."""
+        return self.node_id if self.node_id in self.copies else next(iter(self.copies), self.node_id)
+
+    def complete_on(self, node_id: str) -> bool:
+        """Whether its bytes can be read on a node."""
+        return node_id in self.copies and self.copies[node_id].sealed
 
     async def seal_of(self) -> Sealed:
         """What the sender wrote, as soon as it has."""

@@ -6,15 +6,15 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Collection
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Sequence
 
 from ray_weightsync.config import Host, Timeouts
 from ray_weightsync.errors import CallFailure, RoundAborted
+from ray_weightsync.fleet.copies import Ahead, Copies
+from ray_weightsync.fleet.replica import Replica
 from ray_weightsync.fleet.round import RoundLog
-from ray_weightsync.fleet.snapshot import Snapshot
-from ray_weightsync.fleet.steps import StepFailed
+from ray_weightsync.fleet.snapshot import Copy, Snapshot
+from ray_weightsync.fleet.steps import StepFailed, Timeline
 from ray_weightsync.fleet.stores import Stores
 from ray_weightsync.fleet.values import Sealed
 from ray_weightsync.protocol.reading import words
@@ -24,15 +24,6 @@ logger = logging.getLogger(__name__)
 
 AFTER_REPLY_S = 0.002
 """How long work that nobody waits for lets an answer go first, in seconds: both want the one interpreter."""
-
-
-@dataclass(frozen=True)
-class _Ahead:
-    """A slot that nobody has asked for yet."""
-
-    node_id: str
-    plan: str
-    address: dict[str, Any]
 
 
 class Staging:
@@ -46,15 +37,14 @@ class Staging:
 
     def __init__(self, stores: Stores, transport: Host, timeouts: Timeouts) -> None:
         self.committed: Snapshot | None = None
-        self._stores = stores
+        self.copies = Copies(stores, transport, timeouts)
         self._transport = transport
         self._timeouts = timeouts
         self._open: dict[str, Snapshot] = {}
         self._retired = 0
         self._notes: list[str] = []
-        self._ahead: _Ahead | None = None
+        self._ahead: Ahead | None = None
         self._keeping: asyncio.Future[None] | None = None
-        self._unkept: Snapshot | None = None
 
     def get(self, snapshot_id: str) -> Snapshot | None:
         """The snapshot, unless it was committed or freed."""
@@ -91,7 +81,7 @@ class Staging:
             await self.free(waiting.pop(0))
         limit_s = self._timeouts.for_bytes("stage", plan.num_bytes)
         try:
-            address = await self._allotted_ahead(node_id, plan) or await self._allot(node_id, plan, limit_s)
+            slot, copy, ahead = await self._allotted(node_id, plan)
         except Exception as error:
             full = type(getattr(error, "cause", error)).__name__ == "NoRoomError"
             room = f"free or enlarge {self._transport.directory} (docker run --shm-size=...), or choose Host(directory=...)"
@@ -104,44 +94,37 @@ class Staging:
             ) from error
         snapshot = Snapshot(
             id=log.round_id,
-            slot=address["snapshot"],
+            slot=slot,
             version=version,
             label=label,
             plan=plan,
             node_id=node_id,
-            store=self._stores.identity(node_id),
-            address=address,
             log=log,
             sealed=asyncio.get_running_loop().create_future(),
+            copies={node_id: copy},
+            ahead=ahead,
         )
         self._open[snapshot.id] = snapshot
         return snapshot
 
-    async def _allot(self, node_id: str, plan: Plan, limit_s: float) -> dict[str, Any]:
-        return await self._stores.open_slot(
-            node_id,
-            snapshot=uuid.uuid4().hex,
-            plan_digest=plan.digest,
-            num_bytes=plan.num_bytes,
-            overlap=self._transport.overlap,
-            limit_s=limit_s,
-        )
-
-    async def _allotted_ahead(self, node_id: str, plan: Plan) -> dict[str, Any] | None:
-        """The slot that was allotted when the last round ended, if it is of this node and plan."""
+    async def _allotted(self, node_id: str, plan: Plan) -> tuple[str, Copy, dict[str, Copy]]:
+        """A name, a slot on this node under it, and those on other nodes: had when the last round ended, as far as they fit."""
         ahead, self._ahead = self._ahead, None
-        if ahead is None:
-            return None
-        if (ahead.node_id, ahead.plan) == (node_id, plan.digest):
-            return ahead.address
-        await self._discard(ahead.node_id, ahead.address["snapshot"])
-        return None
+        if ahead is not None and ahead.plan != plan.digest:
+            await asyncio.gather(*(self.copies.discard(each, ahead.slot) for each in ahead.copies))
+            ahead = None
+        slot, copies = (ahead.slot, ahead.copies) if ahead is not None else (uuid.uuid4().hex, {})
+        copy = copies.pop(node_id, None)
+        if copy is None or self.copies.stores.identity(node_id) != copy.store:
+            copy = await self.copies.begin(slot, plan, node_id)
+        return slot, copy, copies
 
     async def seal(self, snapshot: Snapshot, sealed: Sealed) -> None:
         """Close the snapshot: from here on nobody writes to it. What comes of it is told by `Snapshot.seal_of`."""
         limit_s = self._timeouts.commit_s
         try:
-            await self._stores.seal(snapshot.node_id, snapshot=snapshot.slot, digest=sealed.digest, limit_s=limit_s)
+            await self.copies.stores.seal(snapshot.node_id, snapshot=snapshot.slot, digest=sealed.digest, limit_s=limit_s)
+            snapshot.copies[snapshot.node_id].sealed = True
         except Exception as error:
             message = f"the snapshot could not be sealed: {words(error) or type(error).__name__}"
             snapshot.fail(StepFailed("stage", CallFailure(message=message, kind="raised", elapsed_s=0.0), limit_s))
@@ -149,6 +132,21 @@ class Staging:
         snapshot.log.timeline.add("sender", "stage", time.monotonic() - sealed.stage_s, time.monotonic())
         if not snapshot.sealed.done():
             snapshot.sealed.set_result(sealed)
+
+    async def spread(self, snapshot: Snapshot, replicas: Sequence[Replica], timeline: Timeline) -> dict[str, StepFailed]:
+        """Have the bytes of a sealed snapshot on the node of each of ``replicas``, for as long as it is the committed one.
+
+        Returns:
+            By replica, why the bytes are not on its node.
+        """
+        failures = await self.copies.spread(snapshot, replicas, timeline)
+        if snapshot is self.committed:
+            _, problems = await self.copies.mark_committed(snapshot)
+            for replica in replicas:
+                if replica.home not in snapshot.copies and replica.id not in failures:
+                    failure = CallFailure(message="; ".join(problems), kind="raised", elapsed_s=0.0)
+                    failures[replica.id] = StepFailed("relay", failure, self._timeouts.commit_s)
+        return failures
 
     async def give_up(self, snapshot: Snapshot, why: str) -> None:
         """The sender will not finish: whoever waits for the seal is told, receivers fail at once, the slot is freed."""
@@ -158,7 +156,7 @@ class Staging:
     def keep(self, snapshot: Snapshot) -> None:
         """It is the committed one from now on: never a target of staging, the source of every later repair.
 
-        The store hears of it when nobody waits, but before anything else is asked of it (see `settled`), and allots the slot that
+        The stores hear of it when nobody waits, but before anything else is asked of them (see `settled`), and allot the slots that
         the next round of the same plan will want.
         """
         self._open.pop(snapshot.id, None)
@@ -168,24 +166,21 @@ class Staging:
     async def _keep(self, snapshot: Snapshot) -> None:
         await asyncio.sleep(AFTER_REPLY_S)
         try:
-            self._retired = await self._stores.mark_committed(snapshot.node_id, snapshot=snapshot.slot, limit_s=self._timeouts.commit_s)
+            self._retired, problems = await self.copies.mark_committed(snapshot)
+            self._notes.extend(problems)
+            if not snapshot.copies:
+                self._notes.append(f"the snapshot store did not keep version {snapshot.label}; nothing could be repaired from it")
             if len(self._open) < self._transport.num_slots - 1:
-                address = await self._allot(snapshot.node_id, snapshot.plan, self._timeouts.for_bytes("stage", snapshot.plan.num_bytes))
-                self._ahead = _Ahead(snapshot.node_id, snapshot.plan.digest, address)
-        except Exception:  # the engines hold the version whatever becomes of the store; the next report says what it costs
-            logger.exception("the store could not keep version %s", snapshot.label)
-            self._notes.append(f"the snapshot store did not keep version {snapshot.label}; nothing could be repaired from it")
-            self._unkept = snapshot
+                self._ahead = await self.copies.ahead(snapshot.plan, snapshot.copies)
+            used = {node_id for each in (snapshot, *self._open.values()) for node_id in (*each.copies, *each.ahead, *each.allotting)}
+            await self.copies.stores.close(but=used, limit_s=self._timeouts.commit_s)
+        except Exception:  # the engines hold the version whatever becomes of the stores; the next report says what it costs
+            logger.exception("the stores were not told that version %s is committed", snapshot.label)
+            self._notes.append(f"the snapshot stores were not told that version {snapshot.label} is committed")
 
     async def why_unreadable(self, snapshot: Snapshot) -> str | None:
         """Why the bytes of a committed snapshot can be had no more, or None. A replica cannot help it."""
-        if snapshot is self._unkept:
-            return "its store did not keep it"
-        try:
-            await self.probe(snapshot.node_id)
-        except StepFailed as failed:
-            return str(failed)
-        return None if self._stores.identity(snapshot.node_id) == snapshot.store else "its store died, and another one is in its place"
+        return await self.copies.why_unreadable(snapshot)
 
     async def settled(self) -> None:
         """Wait until the store knows which snapshot is the committed one."""
@@ -199,37 +194,24 @@ class Staging:
         # Their calls are out, and every one of them has a deadline.
         if under_way := {task for task in (snapshot.preflight, snapshot.sealing) if task is not None and not task.done()}:
             await asyncio.wait(under_way)
-        await self._discard(snapshot.node_id, snapshot.slot)
+        await self.copies.discard_all(snapshot)
 
     async def discard(self, snapshot: Snapshot) -> None:
         """Free the slot of a snapshot that is not this coordinator's own."""
-        await self._discard(snapshot.node_id, snapshot.slot)
+        await self.copies.discard_all(snapshot)
 
-    async def _discard(self, node_id: str, slot: str) -> None:
-        try:
-            await self._stores.discard(node_id, snapshot=slot, limit_s=self._timeouts.commit_s)
-        except Exception:
-            logger.exception("slot %s could not be freed; its store frees it when the session closes", slot)
-
-    async def probe(self, node_id: str) -> dict[str, Any]:
-        """The nonce by which a worker proves that it sees the memory of ``node_id``.
-
-        Raises:
-            StepFailed: if the store does not answer.
-        """
-        try:
-            return await self._stores.probe(node_id, limit_s=self._timeouts.preflight_s)
-        except Exception as error:
-            failure = CallFailure(message=f"the snapshot store did not answer: {words(error)}", kind="raised", elapsed_s=0.0)
-            raise StepFailed("preflight", failure, self._timeouts.preflight_s) from error
-
-    async def recover(self, slots: Collection[str], *, limit_s: float) -> dict[str, str]:
+    async def recover(self, slots: Collection[str], *, limit_s: float) -> dict[str, tuple[str, dict[str, Copy]]]:
         """Find the stores of the coordinator before again, and give up whatever lies in them but these slots.
 
         Returns:
-            The digests of those of ``slots`` that are there and sealed.
+            Of those of ``slots`` that are there and sealed, the digest and the copies.
         """
-        return await self._stores.recover(slots, limit_s=limit_s)
+        found: dict[str, tuple[str, dict[str, Copy]]] = {}
+        for node_id, kept in (await self.copies.stores.recover(slots, limit_s=limit_s)).items():
+            for slot, each in kept.items():
+                _, copies = found.setdefault(slot, (each.digest, {}))
+                copies[node_id] = Copy(node_id, str(self.copies.stores.identity(node_id)), each.address, sealed=True)
+        return found
 
     def notes(self) -> list[str]:
         """Remarks on the slots, for the report."""
@@ -241,4 +223,4 @@ class Staging:
     async def close(self) -> None:
         """Free everything."""
         await self.settled()
-        await self._stores.close(limit_s=self._timeouts.commit_s)
+        await self.copies.stores.close(limit_s=self._timeouts.commit_s)

@@ -6,19 +6,20 @@ of the digest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
+import xxhash
 
 from ray_weightsync.config import Host
 from ray_weightsync.errors import ConfigError
-from ray_weightsync.weights.copying import copy_hashed
+from ray_weightsync.weights.copying import BLOCK_BYTES, copy_hashed
 from ray_weightsync.weights.digest import WeightsDigest, check_payload
 from ray_weightsync.weights.plan import ALIGN, Plan, TensorSpec
 from ray_weightsync.weights.source_base import checked
 
-__all__ = ["ALIGN", "Packed", "pack", "pack_each", "view"]
+__all__ = ["ALIGN", "Packed", "join", "pack", "pack_each", "view"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +109,67 @@ def pack_each(pairs: Iterable[tuple[str, torch.Tensor]], plan: Plan, place: Call
     for spec, tensor in checked(pairs, plan):
         digest.add(place(spec, tensor))
     return Packed(digest=digest.hexdigest(), num_bytes=plan.weight_bytes, num_tensors=len(plan.tensors))
+
+
+def join(pieces: Iterable[memoryview], plan: Plan, out: torch.Tensor, *, on_progress: Callable[[int], None]) -> Packed:
+    """Copy a payload that comes in pieces into ``out``, once, and digest what arrived on the way.
+
+    Args:
+        pieces: The payload's bytes in order, format ``"B"``, cut anywhere.
+        plan: The plan it was packed by.
+        out: As for `pack`.
+        on_progress: As for `pack`; called after every piece.
+
+    Raises:
+        ConfigError: if there are fewer or more bytes than the plan has; or if ``out`` is unfit.
+    """
+    check_payload(out, plan)
+    payload, digest, cursor = out.numpy().data, WeightsDigest(plan), _Cursor(pieces, on_progress)
+    for spec in plan.tensors:
+        state = xxhash.xxh3_128()
+        for start, part in cursor.until(spec.offset + spec.nbytes):
+            for at in range(0, len(part), BLOCK_BYTES):  # hashed while it is in the cache, as `copy_blocks` does
+                block = payload[start + at : start + min(at + BLOCK_BYTES, len(part))]
+                block[:] = part[at : at + BLOCK_BYTES]
+                state.update(block)
+        digest.add(state.digest())
+        for start, part in cursor.until(spec.end):
+            payload[start : start + len(part)] = part
+    cursor.finish()
+    return Packed(digest=digest.hexdigest(), num_bytes=plan.weight_bytes, num_tensors=len(plan.tensors))
+
+
+class _Cursor:
+    """Reads a payload that comes in pieces up to any position."""
+
+    def __init__(self, pieces: Iterable[memoryview], on_progress: Callable[[int], None]) -> None:
+        self._pieces = iter(pieces)
+        self._rest = memoryview(b"")
+        self._on_progress = on_progress
+        self._position = 0
+
+    def until(self, stop: int) -> Iterator[tuple[int, memoryview]]:
+        """The bytes from here to ``stop``, each part with its position."""
+        while self._position < stop:
+            if not self._rest:
+                self._rest = memoryview(b"")  # lets the piece before go before the next one is waited for
+                try:
+                    self._rest = next(self._pieces)
+                except StopIteration:
+                    raise ConfigError(f"the payload ended at byte {self._position}, before byte {stop}") from None
+            size = min(len(self._rest), stop - self._position)
+            start, part = self._position, self._rest[:size]
+            self._rest = self._rest[size:]
+            self._position += size
+            yield start, part
+            if not self._rest:
+                self._on_progress(self._position)
+
+    def finish(self) -> None:
+        """The payload has to be over."""
+        if self._rest or next(self._pieces, None) is not None:
+            raise ConfigError(f"the payload goes on after byte {self._position}, where the plan ends")
+        self._on_progress(self._position)
 
 
 class _Progress:

@@ -12,6 +12,11 @@ import ray
 def kill(handle: Any, *, limit_s: float = 60) -> None:
     """End an actor for good, and wait until it is gone."""
     ray.kill(handle)
+    until_dead(handle, limit_s=limit_s)
+
+
+def until_dead(handle: Any, *, limit_s: float = 60) -> None:
+    """Wait until an actor is gone for good."""
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         try:
@@ -21,4 +26,4 @@ def kill(handle: Any, *, limit_s: float = 60) -> None:
         except ray.exceptions.RayActorError:  # on its way
             pass
         time.sleep(0.01)
-    pytest.fail(f"{handle} was killed and still answers after {limit_s:.0f} s")
+    pytest.fail(f"{handle} still answers after {limit_s:.0f} s")

@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,14 +19,21 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_weightsync.transports.host.layout import SlotAddress, SlotError
+from ray_weightsync.transports.host.relay import pieces, read_piece
 from ray_weightsync.transports.host.slots import StoreStats
 from ray_weightsync.transports.host.store import SnapshotStore
+from ray_weightsync.transports.host.writer import SlotWriter
+from ray_weightsync.weights.plan import Plan
 
 logger = logging.getLogger(__name__)
 
 _CONCURRENCY = 4
 """Calls that may be under way at once, so that `probe` and `stats` need not wait for a slot's first touch."""
 
+_RELAYS = "relays"
+"""The concurrency group of calls that move bytes between nodes: control calls do not wait for them."""
+
+_RELAY_CONCURRENCY = 8
 
 WATCH_EVERY_S = 1.0
 """How often a store looks for those it is kept for, in seconds."""
@@ -59,18 +67,21 @@ class SnapshotStoreActor:
         self._keepers: Keepers | None = None
         self._keeping = threading.Lock()
         self._ending = False
+        self._writer = SlotWriter()
+        self._plan: Plan | None = None
+        self._relaying = threading.Lock()
 
     def start(self, session: str, directory: str, num_slots: int, keepers: Keepers | None) -> int:
         """Open the store, and return this process's pid. Not in the constructor, whose errors Ray turns into text."""
         if self._store is None:
-            self._store = SnapshotStore(session, directory, num_slots)
+            self._store = SnapshotStore(session, directory_here(directory), num_slots)
             if keepers is not None:
                 self._keepers = keepers
                 threading.Thread(target=self._watch, name="rws-store-keepers", daemon=True).start()
         return os.getpid()
 
-    def adopt(self, keepers: Keepers, snapshots: Collection[str]) -> tuple[str, str, dict[str, str]]:
-        """Belong to a successor, and keep only these snapshots. Returns the node, the session, and the digests of the sealed ones."""
+    def adopt(self, keepers: Keepers, snapshots: Collection[str]) -> tuple[str, str, dict[str, tuple[SlotAddress, str]]]:
+        """Belong to a successor, and keep only these snapshots. Returns the node, the session, and what `keep_only` does."""
         with self._keeping:
             if self._ending:
                 raise SlotError("this snapshot store is about to end")
@@ -119,6 +130,44 @@ class SnapshotStoreActor:
     def address(self, snapshot: str) -> SlotAddress:
         return self._started().address(snapshot)
 
+    @ray.method(concurrency_group=_RELAYS)
+    def read(self, snapshot: str, start: int, stop: int) -> Any:
+        """Bytes of a sealed snapshot, for another node's `relay`; see `read_piece`."""
+        return read_piece(self._started().address(snapshot), start, stop)
+
+    @ray.method(concurrency_group=_RELAYS)
+    def relay(self, snapshot: str, source: Any, digest: str, plan: Sequence[Any], piece_bytes: int, limit_s: float) -> None:
+        """Fill the slot of ``snapshot`` from another node's store, and seal it if what arrived is what was sealed there.
+
+        Args:
+            snapshot: Its id; `open_slot` was called for it here.
+            source: Handle of a store that has it sealed.
+            digest: The digest that it was sealed with.
+            plan: A reference to its plan, in a list, as it is fetched only where it is not known.
+            piece_bytes: Size of the pieces.
+            limit_s: Seconds that it may take.
+
+        Raises:
+            SlotError: if other bytes arrived, or the snapshot was given up meanwhile.
+            TimeoutError, ray.exceptions.RayError: see `pieces`. The slot stays unsealed: it is to be discarded.
+        """
+        began = time.monotonic()
+        store = self._started()
+        address = store.address(snapshot)
+        if not self._relaying.acquire(timeout=limit_s):
+            raise TimeoutError(f"an earlier relay to this node is still under way after {limit_s:.1f} s")
+        try:
+            if self._plan is None or self._plan.digest != address["plan"]:
+                self._plan = Plan.from_wire(ray.get(plan[0], timeout=limit_s))
+            left_s = limit_s - (time.monotonic() - began)
+            arriving = pieces(source, snapshot, address["num_bytes"], piece_bytes=piece_bytes, limit_s=left_s)
+            arrived = self._writer.copy(address, self._plan, arriving)
+        finally:
+            self._relaying.release()
+        if arrived.digest != digest:
+            raise SlotError(f"what arrived has digest {arrived.digest}, sealed was {digest}: bytes changed on the way between the nodes")
+        store.seal(snapshot, digest)
+
     def probe(self) -> dict[str, str]:
         return self._started().probe()
 
@@ -133,6 +182,22 @@ class SnapshotStoreActor:
         if self._store is None:
             raise SlotError("this snapshot store was not started")
         return self._store
+
+
+def directory_here(directory: str) -> str:
+    """``directory`` with the environment variables that it names (``$NAME``, ``${NAME}``), as they are in this process.
+
+    Raises:
+        SlotError: if one of them is not set here.
+    """
+
+    def value(match: re.Match[str]) -> str:
+        name = match[1] or match[2]
+        if name not in os.environ:
+            raise SlotError(f"Host(directory={directory!r}) names the environment variable {name}, which Ray on this node does not have")
+        return os.environ[name]
+
+    return re.sub(r"\$(?:(\w+)|\{(\w+)\})", value, directory)
 
 
 async def start_store(
@@ -151,7 +216,7 @@ async def start_store(
     Args:
         node_id: Ray's hex id of the node whose shared memory is meant.
         session: Part of the file names; see `SnapshotStore`.
-        directory: A memory-backed directory on that node.
+        directory: A memory-backed directory on that node; see `directory_here`.
         num_slots: Slots kept for reuse.
         limit_s: Seconds it may take.
         name: Name of the actor, which then outlives the caller.
@@ -170,7 +235,7 @@ async def start_store(
     # that engines hold.
     detached = {} if name is None else {"name": name, "namespace": namespace, "lifetime": "detached"}
     handle: Any = (
-        ray.remote(SnapshotStoreActor)
+        ray.remote(concurrency_groups={_RELAYS: _RELAY_CONCURRENCY})(SnapshotStoreActor)
         .options(
             num_cpus=0,
             max_concurrency=_CONCURRENCY,

@@ -160,18 +160,18 @@ class SnapshotStore:
             self._drop(surplus(self._known(), self._num_slots))
             return True
 
-    def keep_only(self, snapshots: Collection[str]) -> dict[str, str]:
+    def keep_only(self, snapshots: Collection[str]) -> dict[str, tuple[SlotAddress, str]]:
         """Give up every snapshot but these, and of these the ones that are not sealed: whoever wrote them writes for nobody any more.
 
         Returns:
-            The digests of those that are kept, by snapshot.
+            Where those that are kept lie and their digests, by snapshot.
         """
         with self._held():
             kept = {}
             for held in self._slots.values():
                 slot = held.slot
                 if slot.snapshot in snapshots and slot.state is not SlotState.WRITING:
-                    kept[slot.snapshot] = held.header.read().digest
+                    kept[slot.snapshot] = (self._address(slot), held.header.read().digest)
                 elif slot.state in (SlotState.WRITING, SlotState.SEALED, SlotState.FORMER):
                     held.slot = slot.moved(SlotState.FREE, next(self._turns))
                     held.header.state = FileState.ABORTED

@@ -1,4 +1,4 @@
-"""The trainer's end: fills a slot that the store gave it, and says in the header how far it got.
+"""The writing end, a trainer's or a relay's: fills a slot that the store gave it, and says in the header how far it got.
 
 It creates, seals and unlinks nothing. While it writes it holds the slot's lease, so that a slot whose writer is late is never given to
 another snapshot under its hands.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -25,7 +25,7 @@ from ray_weightsync.transports.host.layout import (
     check_address,
 )
 from ray_weightsync.transports.host.pages import map_file, map_pages_in
-from ray_weightsync.weights.packing import Packed, pack
+from ray_weightsync.weights.packing import Packed, join, pack
 from ray_weightsync.weights.plan import Plan
 
 
@@ -72,6 +72,26 @@ class SlotWriter:
             OSError: if the slot cannot be opened or mapped.
             Exception: whatever ``pairs`` raises. The slot stays unsealed: the store is to discard it.
         """
+
+        def fill(payload: torch.Tensor, progress: Callable[[int], None]) -> Packed:
+            return pack(pairs, plan, payload, on_progress=progress, progress_bytes=progress_bytes)
+
+        return self._fill(address, plan, fill)
+
+    def copy(self, address: Mapping[str, Any], plan: Plan, pieces: Iterable[memoryview]) -> Packed:
+        """Copy a packed payload of ``plan`` that comes in pieces into the slot, digesting what arrives.
+
+        Raises:
+            ConfigError: if there are fewer or more bytes than the plan has.
+            SlotError, OSError, Exception: as of `write`.
+        """
+
+        def fill(payload: torch.Tensor, progress: Callable[[int], None]) -> Packed:
+            return join(pieces, plan, payload, on_progress=progress)
+
+        return self._fill(address, plan, fill)
+
+    def _fill(self, address: Mapping[str, Any], plan: Plan, fill: Callable[[torch.Tensor, Callable[[int], None]], Packed]) -> Packed:
         at = check_address(address)
         if at["plan"] != plan.digest or at["num_bytes"] != plan.num_bytes:
             raise SlotError(f"slot {at['name']} was opened for plan {at['plan']}, not for {plan.digest} ({plan.num_bytes} bytes)")
@@ -89,7 +109,7 @@ class SlotWriter:
                     raise SlotError(f"snapshot {at['snapshot']} was given up by its store while it was being written")
                 slot.header.watermark = num_bytes
 
-            return pack(pairs, plan, slot.payload, on_progress=progress, progress_bytes=progress_bytes)
+            return fill(slot.payload, progress)
 
     def close(self) -> None:
         """Unmap everything. Idempotent."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections import Counter
 from typing import Any
 
 from ray_weightsync.config import FailurePolicy, Host, Timeouts
@@ -16,6 +17,7 @@ from ray_weightsync.fleet.cluster import Process
 from ray_weightsync.fleet.coordinator import Coordinator
 from ray_weightsync.fleet.journal import Origin
 from ray_weightsync.fleet.replica import Replica
+from ray_weightsync.fleet.stores import Kept, StoreLost
 from ray_weightsync.fleet.values import Sealed, Settings, Ticket
 from ray_weightsync.protocol.chain import StepByStep
 from ray_weightsync.protocol.channel import (
@@ -94,6 +96,10 @@ class FakeEngine(StepByStep):
         self.out_of_step = False
         self.asleep: set[str] = set()
         self.unfinished = 0
+        self.node_id: str | None = None
+        self.node_ip = ""
+        self.seen: list[str] = []
+        """Nodes whose memory it was asked to see."""
         self.sleeps = True
         self.under_way = 0
         """Chains of somebody else's in it."""
@@ -134,6 +140,12 @@ class FakeEngine(StepByStep):
         if fault == "late":
             await self.release.wait()
         return answer
+
+    @property
+    def read_from(self) -> str:
+        """The node whose slot it was last told to read."""
+        assert self._received is not None
+        return str(self._received["slot"]["node"])
 
     def restart(self) -> None:
         """A new process answers behind the same handle, with the weights it was started with."""
@@ -197,6 +209,8 @@ class FakeEngine(StepByStep):
             raise ValueError("rws: rank 0: a probe has the fields directory, name and nonce")
         if info["op"] == "judge":
             self.judging = info["plan"]["digest"]
+        if info["op"] == "see":
+            self.seen.append(info["probe"]["nonce"])
         if info["op"] == "plan":
             self.plans.append(Plan.from_wire(info["plan"]).digest)
         elif info["op"] == "outcome":
@@ -224,60 +238,130 @@ class FakeEngine(StepByStep):
             "epoch": self.epoch,
             "resident": [each for each in ("weights", "kv_cache") if each not in self.asleep or not self.sleeps],
             "incarnation": self.incarnation,
+            "node_ip": self.node_ip,
         }
         sizes = {"num_workers": 1, "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1}
-        state = {"version": self.version, "paused": self.paused, "instance_id": self.incarnation, "unfinished_requests": self.unfinished}
+        state: dict[str, Any] = {
+            "version": self.version,
+            "paused": self.paused,
+            "instance_id": self.incarnation,
+            "unfinished_requests": self.unfinished,
+        }
+        state["node_id"] = self.node_id
         return {"kind": "async", "backend": "rws", "workers": [worker], **sizes, **state}
 
 
 class FakeStores:
-    """Snapshot stores that hold no bytes."""
+    """Snapshot stores that hold no bytes, on nodes that are named after them.
+
+    Attributes:
+        addresses: Of the living nodes, by id.
+        at: By node, the slots there and their states.
+        lives: By node, how many stores were started there so far.
+        relays: Which node sent to which, in order.
+        torn: Nodes where other bytes arrive than were sent.
+        gates: By node, holds relays to it.
+    """
 
     def __init__(self) -> None:
-        self.open: dict[str, str] = {}
+        self.addresses = {"node": "10.0.0.1", "other": "10.0.0.2", "third": "10.0.0.3"}
+        self.at: dict[str, dict[str, str]] = {}
+        self.lives: Counter[str] = Counter()
         self.digests: dict[str, str] = {}
-        self.committed: str | None = None
+        self.relays: list[tuple[str, str]] = []
+        self.torn: set[str] = set()
+        self.gates: dict[str, asyncio.Event] = {}
         self.closed = False
         self.refuse_seal = False
-        self.full = False
+        self.full: set[str] = set()
         self.dead = False
-        self.started = 0
 
-    def identity(self, node_id: str) -> str:
-        return f"{node_id}-{self.started}" if self.started else node_id
+    @property
+    def open(self) -> dict[str, str]:
+        """The slots beside the sender."""
+        return self.at.get("node", {})
+
+    @property
+    def committed(self) -> str | None:
+        """The snapshot that is committed beside the sender."""
+        return next((slot for slot, state in self.open.items() if state == "committed"), None)
+
+    def kill(self, node_id: str) -> None:
+        """End the store of a node."""
+        del self.at[node_id]
+
+    def start(self, node_id: str) -> dict[str, str]:
+        """The slots of a node's store, which is started if there is none."""
+        if node_id not in self.addresses:
+            raise OSError(f"there is no node {node_id}")
+        if node_id not in self.at:
+            self.lives[node_id] += 1
+        return self.at.setdefault(node_id, {})
+
+    def _of(self, node_id: str) -> dict[str, str]:
+        if node_id not in self.at:
+            raise StoreLost(f"the store on {node_id} has died")
+        return self.at[node_id]
+
+    def identity(self, node_id: str) -> str | None:
+        return f"{node_id}-{self.lives[node_id]}" if node_id in self.at else None
+
+    async def nodes(self) -> dict[str, str]:
+        return dict(self.addresses)
 
     async def open_slot(
         self, node_id: str, *, snapshot: str, plan_digest: str, num_bytes: int, overlap: bool, limit_s: float
     ) -> dict[str, Any]:
-        if self.full:
+        if node_id in self.full:
             raise OSError("no space left")
-        self.open[snapshot] = "writing"
-        return {"snapshot": snapshot, "overlap": overlap}
+        slots = self.start(node_id)
+        assert snapshot not in slots, "it has a slot there already"
+        slots[snapshot] = "writing"
+        return {"snapshot": snapshot, "overlap": overlap, "node": node_id}
 
     async def seal(self, node_id: str, *, snapshot: str, digest: str, limit_s: float) -> None:
-        if self.refuse_seal or snapshot not in self.open:
+        if self.refuse_seal or snapshot not in self._of(node_id):
             raise ValueError("the watermark has not reached the end")
-        self.open[snapshot] = "sealed"
+        self._of(node_id)[snapshot] = "sealed"
         self.digests[snapshot] = digest
 
+    async def relay(self, source: str, target: str, *, snapshot: str, plan: Plan, digest: str, limit_s: float) -> None:
+        self.relays.append((source, target))
+        if target in self.gates:
+            await self.gates[target].wait()
+        assert self._of(source)[snapshot] in ("sealed", "committed"), "only sealed bytes travel"
+        assert self._of(target)[snapshot] == "writing"
+        if target in self.torn:
+            raise ValueError("what arrived has another digest")
+        self._of(target)[snapshot] = "sealed"
+
     async def mark_committed(self, node_id: str, *, snapshot: str, limit_s: float) -> int:
-        self.committed = snapshot
+        slots = self._of(node_id)
+        assert slots[snapshot] in ("sealed", "committed")
+        slots.update({slot: "former" for slot, state in slots.items() if state == "committed"})
+        slots[snapshot] = "committed"
         return 0
 
     async def discard(self, node_id: str, *, snapshot: str, limit_s: float) -> None:
-        del self.open[snapshot]
+        assert self._of(node_id).pop(snapshot) != "committed"
 
     async def probe(self, node_id: str, *, limit_s: float) -> dict[str, Any]:
         if self.dead:
-            raise RuntimeError("the store's actor is dead")
-        return {"nonce": "n"}
+            raise RuntimeError("the store's actor does not answer")
+        self._of(node_id)
+        return {"nonce": node_id}
 
-    async def recover(self, slots: Any, *, limit_s: float) -> dict[str, str]:
-        self.open = {slot: state for slot, state in self.open.items() if slot in slots and state != "writing"}
-        return {slot: self.digests[slot] for slot in self.open}
+    async def recover(self, slots: Any, *, limit_s: float) -> dict[str, dict[str, Kept]]:
+        for node_id, held in self.at.items():
+            self.at[node_id] = {slot: state for slot, state in held.items() if slot in slots and state != "writing"}
+        return {
+            node_id: {slot: Kept(address={"snapshot": slot, "node": node_id}, digest=self.digests[slot]) for slot in held}
+            for node_id, held in self.at.items()
+        }
 
-    async def close(self, *, limit_s: float) -> None:
-        self.closed = True
+    async def close(self, *, but: Any = (), limit_s: float) -> None:
+        self.at = {node_id: held for node_id, held in self.at.items() if node_id in but}
+        self.closed = self.closed or not but
 
 
 class FakeKeys:
@@ -393,7 +477,7 @@ class FakeFleet:
     async def kill_coordinator(self) -> None:
         """End whatever the coordinator is doing. A process that is killed does nothing more: what its tasks still do reaches nobody."""
         dead = self.coordinator
-        dead.chronicle.journal, dead._parts.staging._stores = FakeJournal(), FakeStores()
+        dead.chronicle.journal, dead._parts.staging.copies.stores = FakeJournal(), FakeStores()
         tasks = asyncio.all_tasks() - self._others
         for task in tasks:
             task.cancel()

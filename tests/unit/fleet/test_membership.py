@@ -34,9 +34,9 @@ async def served(num: int = 2, **settings: Any) -> FakeFleet:
     return fleet
 
 
-async def add(fleet: FakeFleet, label: str) -> FakeEngine:
-    engine = FakeEngine(label)
-    assert await fleet.coordinator.membership.add([await resolved(engine)]) == (label,)
+async def add(fleet: FakeFleet, new: str | FakeEngine) -> FakeEngine:
+    engine = FakeEngine(new) if isinstance(new, str) else new
+    assert await fleet.coordinator.membership.add([await resolved(engine)]) == (engine.label,)
     fleet.engines.append(engine)
     return engine
 

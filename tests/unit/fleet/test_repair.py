@@ -228,9 +228,12 @@ class TestUnasked:
             if store == "dead":
                 fleet.stores.dead = True
             elif store == "another":
-                fleet.stores.started = 1
+                fleet.stores.kill("node")
+                fleet.stores.start("node")
             else:
-                fleet.coordinator._parts.staging._unkept = fleet.coordinator._parts.staging.committed
+                committed = fleet.coordinator._parts.staging.committed
+                assert committed is not None
+                committed.copies.clear()
             for _ in range(5):
                 await fleet.coordinator.health.check()
             assert (state(fleet, "r1"), replica(fleet, "r1").heals) == ("QUARANTINED", 0)

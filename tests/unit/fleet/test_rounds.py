@@ -165,10 +165,10 @@ class TestBeforeStart:
     def test_no_room_for_the_snapshot_aborts_and_gives_the_turn_back(self) -> None:
         async def story() -> None:
             fleet = await FakeFleet(1).attach()
-            fleet.stores.full = True
+            fleet.stores.full = {"node"}
             with pytest.raises(RoundAborted, match="no space left"):
                 await fleet.send(1)
-            fleet.stores.full = False
+            fleet.stores.full = set()
             assert (await fleet.send(1)).committed == ("r0",)
 
         run(story)
