@@ -89,8 +89,8 @@ def copy_hashed_in_pieces(tensor: torch.Tensor, pieces: Iterable[torch.Tensor]) 
 
 def hash_slabs(raw: torch.Tensor, state: xxhash.xxh3_128) -> None:
     """Hash flat uint8 on any device; from a device it is brought over in pieces of `SLAB_BYTES`."""
-    for slab in raw.split(SLAB_BYTES):
-        state.update(slab.cpu().numpy().data)
+    for start in range(0, raw.numel(), SLAB_BYTES):
+        state.update(raw[start : start + SLAB_BYTES].cpu().numpy().data)
 
 
 def hash_only(tensor: torch.Tensor) -> bytes:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import importlib
+import re
 import time
 from typing import Any, Protocol
 
@@ -18,6 +19,7 @@ from ray_weightsync.transports.collective.group_store import GroupStore
 from ray_weightsync.transports.collective.rendezvous import BackendName, GroupError, Rendezvous, local_address_towards
 
 _POLL_S = 0.0005
+_PLACE = re.compile(r"^\[[^]]*:\d+\] ")
 
 
 class Communicator(Protocol):
@@ -75,8 +77,9 @@ def join(store: GroupStore, device: torch.device, deadline: Deadline) -> Communi
         GroupError: if one of them failed.
     """
     store.join(deadline)
-    body: type[GlooCommunicator | NcclCommunicator] = {"gloo": GlooCommunicator, "nccl": NcclCommunicator}[store.rendezvous.backend]
-    return body(store, device, deadline)
+    if store.rendezvous.backend == "nccl":
+        return NcclCommunicator(store, device, deadline)
+    return GlooCommunicator(store, device, deadline)
 
 
 class GlooCommunicator:
@@ -130,7 +133,7 @@ class GlooCommunicator:
 
 
 def _gloo_error(error: RuntimeError, what: str, deadline: Deadline) -> Exception:
-    words = str(error).rpartition("] ")[2] if "] " in str(error)[:200] and "gloo" in str(error)[:200] else str(error)
+    words = _PLACE.sub("", str(error)).partition(". This is typically")[0]  # gloo's source line before, its guesses after
     if deadline.passed:
         return TimeoutError(f"{what} was not over after {deadline.limit_s:.1f} s: {words}")
     return GroupError(f"{what} failed: {words}")
@@ -156,10 +159,11 @@ class NcclCommunicator:
         self.rank = store.rank
         self.world_size = store.rendezvous.world_size
         self.device = device
-        torch.cuda.set_device(device)  # of this thread: a new one begins with GPU 0
+        self._cuda: Any = torch.cuda  # partly untyped
+        self._cuda.set_device(device)  # of this thread: a new one begins with GPU 0
         self._deadline = deadline
         self._aborted = False
-        self._stream = torch.cuda.Stream(self.device)
+        self._stream = self._cuda.Stream(self.device)
         unique_id = nccl.UniqueId.from_bytes(base64.b64decode(_unique_id(store.rendezvous)))
         self._comm: Any = nccl.Communicator.init(self.world_size, self.rank, unique_id, nccl.NCCLConfig(blocking=False))
         try:
@@ -172,10 +176,10 @@ class NcclCommunicator:
         """See `Communicator`. Runs on a stream of its own, after what the current one has been given."""
         if self._comm is None or self._aborted:
             raise GroupError("the group was aborted")
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        self._stream.wait_stream(self._cuda.current_stream(self.device))
         self._comm.broadcast(buffer, buffer, src, stream=self._stream.cuda_stream)
         self._wait_until_idle("a broadcast")
-        done = torch.cuda.Event()
+        done = self._cuda.Event()
         done.record(self._stream)
         while not done.query():
             self._check("a broadcast")

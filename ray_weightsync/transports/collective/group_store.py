@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-import torch.distributed as dist
+from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in torch's __all__
 
 from ray_weightsync.transports.collective.deadline import Deadline
 from ray_weightsync.transports.collective.rendezvous import SENDER, GroupError, Rendezvous, nonce_key
@@ -57,9 +57,9 @@ class GroupStore:
             raise TimeoutError(self._waited(deadline, f"ranks that did not join: {missing}"))
         self._set("complete")
 
-    def for_backend(self) -> dist.Store:
+    def for_backend(self) -> PrefixStore:
         """A connection of its own, under keys of its own, for the backend to meet by: it blocks in its waits."""
-        return dist.PrefixStore(self._key("backend"), self._store.clone())
+        return PrefixStore(self._key("backend"), self._store.clone())
 
     def fail(self, words: str) -> None:
         """Tell all others that this rank has failed. The first words in a group are the ones that count."""
@@ -134,7 +134,7 @@ class GroupStore:
     def _ask(self, question: Callable[[], Any]) -> Any:
         try:
             return question()
-        except dist.DistError as error:
+        except DistError as error:
             where = f"{self.rendezvous.address}:{self.rendezvous.port}"
             raise GroupError(f"the sender of group {self.rendezvous.id} is gone: its store at {where} does not answer any more") from error
 
@@ -159,15 +159,15 @@ def heeding(store: GroupStore | None, wait: Callable[[float], Answer | None], de
             return None
 
 
-def connected(address: str, port: int, deadline: Deadline) -> dist.TCPStore:
+def connected(address: str, port: int, deadline: Deadline) -> TCPStore:
     """A connection to the store at this address.
 
     Raises:
         GroupError: if it cannot be reached in time.
     """
     try:
-        return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=deadline.as_timeout())
-    except dist.DistError as error:
+        return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=deadline.as_timeout())
+    except DistError as error:
         raise GroupError(
             f"the sender's store at {address}:{port} cannot be reached from here within {deadline.limit_s:.1f} s: {error};"
             " is another interface meant (Collective(interface=...)), or a firewall in between?"

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
-import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in torch's __all__
 
 from ray_weightsync.config import MIN_BUCKET_BYTES, Collective
 from ray_weightsync.errors import ConfigError
@@ -129,7 +129,7 @@ class RendezvousServer:
             from ray_weightsync.transports.collective.communicator import new_unique_id
 
             unique_id = base64.b64encode(new_unique_id()).decode()
-        self._store: dist.TCPStore | None = None
+        self._store: TCPStore | None = None
         bound = _bound(address)
         try:
             self.rendezvous = Rendezvous(
@@ -142,7 +142,7 @@ class RendezvousServer:
                 num_buckets=options.num_buckets,
                 unique_id=unique_id,
             )
-            self._store = dist.TCPStore(
+            self._store = TCPStore(
                 address,
                 self.rendezvous.port,
                 is_master=True,

@@ -83,7 +83,8 @@ def test_a_payload_that_no_group_can_have_is_refused_by_name(field: str, value: 
 
 
 def test_a_payload_with_other_fields_is_refused() -> None:
-    for group in (None, [], {}, GROUP | {"more": 1}, {key: value for key, value in GROUP.items() if key != "port"}):
+    wrong: list[object] = [None, [], {}, GROUP | {"more": 1}, {key: value for key, value in GROUP.items() if key != "port"}]
+    for group in wrong:
         with pytest.raises(GroupError, match="a group has the fields"):
             Rendezvous.from_payload(group)
 
