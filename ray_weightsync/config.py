@@ -175,7 +175,17 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """A broadcast over a private group of the sender and every worker. Extra memory: ``num_buckets`` buckets per GPU."""
+    """A broadcast over a private group of the sender and every worker. Extra memory: ``num_buckets`` buckets per GPU.
+
+    A replica that is lost while bytes move takes the others of its round with it: the next round makes a new group of those that answer.
+
+    Attributes:
+        bucket_bytes: Bytes in one broadcast. A larger tensor is sent in several.
+        num_buckets: Buckets that each side holds at a time. At least 2.
+        interface: The network interface of the sender that the workers are to reach, such as ``"eth0"``; by default the one of its node's
+            address in Ray.
+        keep_snapshot: Also keep what was sent in the sender's host memory, so that replicas can be healed and added without the trainer.
+    """
 
     bucket_bytes: int = 1 << 30
     num_buckets: int = 2
@@ -203,16 +213,18 @@ class Native:
 Transport = Host | Collective | Native
 
 
-def as_transport(value: Transport | str) -> Host:
+def as_transport(value: Transport | str) -> Host | Collective:
     """The transport that ``value`` names: a transport, ``"auto"``, ``"host"``, ``"collective"`` or ``"native:<backend>"``.
 
     Raises:
         ConfigError: for anything else, and for transports that this version does not carry yet.
     """
-    if isinstance(value, Host):
+    if isinstance(value, Host | Collective):
         return value
     if value in ("auto", "host"):
         return Host()
-    if isinstance(value, Collective | Native) or value == "collective" or (isinstance(value, str) and value.startswith("native:")):
-        raise ConfigError(f"transport {value!r} is not available in this version; use transport='host' (also what 'auto' picks)")
-    raise ConfigError(f"transport must be 'auto', 'host' or a Host(...), not {value!r}")
+    if value == "collective":
+        return Collective()
+    if isinstance(value, Native) or (isinstance(value, str) and value.startswith("native:")):
+        raise ConfigError(f"transport {value!r} is not available in this version; use 'host' (also what 'auto' picks) or 'collective'")
+    raise ConfigError(f"transport must be 'auto', 'host', 'collective', a Host(...) or a Collective(...), not {value!r}")

@@ -114,7 +114,7 @@ class WeightSync(FleetLife):
             engines: Actor handles, actor names, URLs, `EngineRef`s or wire clients.
             trainers: At most one trainer actor with `TrainerMixin`; without one, this process sends.
             name: The session's name; a fresh one by default.
-            transport: ``"auto"``, ``"host"`` or a `Host`.
+            transport: ``"auto"``, ``"host"``, ``"collective"``, a `Host` or a `Collective`.
             pause: What a round does to requests in flight: ``"keep"`` freezes them, ``"wait"`` lets them end, ``"abort"`` ends them.
             cache: What becomes of KV computed with the old weights: ``"recompute"`` drops it, ``"keep"`` keeps it,
                 ``"salt"`` leaves it to requests salted with `FleetView.cache_salt`.
@@ -265,14 +265,14 @@ class WeightSync(FleetLife):
     def _any_sender(self) -> SnapshotSender:
         self._require_open()
         if self._sender is None:
-            self._sender = SnapshotSender(self.name, self._link, timeouts=self._settings.timeouts)
+            self._sender = SnapshotSender(self.name, self._link, settings=self._settings)
         return self._sender
 
     def _through_trainer(self, what: str, source: object, version: int | str, busy: Busy) -> Any:
         self._require_open()
         if source is not None:
             raise ConfigError("this session sends what its trainer actor's weight_source() returns; do not pass a source")
-        return through_trainer(self._trainers[0], what, self.name, self.coordinator, self._settings.timeouts, version, busy)
+        return through_trainer(self._trainers[0], what, self.name, self.coordinator, self._settings, version, busy)
 
     # --- looking ------------------------------------------------------------------------------------------------------------
 

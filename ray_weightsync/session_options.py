@@ -10,6 +10,7 @@ from ray.actor import ActorHandle
 from ray_weightsync.config import (
     AdoptPolicy,
     CachePolicy,
+    Collective,
     FailurePolicy,
     PauseMode,
     PreflightMode,
@@ -50,8 +51,11 @@ def settings_of(
     deadlines = timeouts if timeouts is not None else Timeouts()
     if not isinstance(policy, FailurePolicy) or not isinstance(deadlines, Timeouts):
         raise ConfigError("on_failure must be a FailurePolicy and timeouts a Timeouts")
+    chosen = as_transport(transport)
+    if policy.after_start == "all_or_none" and isinstance(chosen, Collective) and not chosen.keep_snapshot:
+        raise ConfigError("after_start='all_or_none' goes back to the version before: that needs Collective(keep_snapshot=True), or 'host'")
     return Settings(
-        transport=as_transport(transport),
+        transport=chosen,
         transport_reason="asked for" if transport != "auto" else "auto: trainer and engines share a node's memory",
         pause=pause,
         cache=cache,

@@ -11,7 +11,7 @@ import logging
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.actor import ActorHandle
@@ -29,11 +29,15 @@ from ray_weightsync.fleet.keyring import Keys
 from ray_weightsync.fleet.replica import Replica
 from ray_weightsync.fleet.rounds import PlanUnknown
 from ray_weightsync.fleet.stores import RayStores
+from ray_weightsync.fleet.topology import Group
 from ray_weightsync.fleet.turns import Busy
 from ray_weightsync.fleet.values import Sealed, Settings, Ticket
 from ray_weightsync.protocol.channel import Channel
 from ray_weightsync.protocol.threads import in_daemon_thread
 from ray_weightsync.report import FleetStatus, SyncReport
+
+if TYPE_CHECKING:
+    from ray_weightsync.transports.collective.rendezvous import Meeting
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +61,7 @@ class _CoordinatorActor:
 
     def _of(self, settings: Settings, origin: Origin, predecessor: Record | None) -> Coordinator:
         me = Process.this()
-        stores = RayStores(self._name, settings.transport, coordinator=me, owner=origin.owner, connect_s=settings.timeouts.connect_s)
+        stores = RayStores(self._name, settings.host, coordinator=me, owner=origin.owner, connect_s=settings.timeouts.connect_s)
         claims = Claims(Holder(session=self._name, coordinator=me, owner=origin.owner))
         return Coordinator(
             self._name, settings, stores, claims, Chronicle(self._journal, origin), predecessor=predecessor, reach=self._reach
@@ -152,16 +156,25 @@ class _CoordinatorActor:
         node_id: str,
         busy: Busy,
         sender: Process,
+        meeting: Meeting | None,
     ) -> Ticket | None:
         """None asks for the plan itself."""
         try:
             rounds = (await self._ready()).rounds
-            return await rounds.open(snapshot_id, version, plan_digest=plan_digest, plan=plan, node_id=node_id, busy=busy, sender=sender)
+            return await rounds.open(
+                snapshot_id, version, plan_digest=plan_digest, plan=plan, node_id=node_id, busy=busy, sender=sender, meeting=meeting
+            )
         except PlanUnknown:
             return None
 
     async def seal(self, snapshot_id: str, sealed: Sealed, keep_turn: bool) -> None:
         await (await self._ready()).rounds.seal(snapshot_id, sealed, keep_turn=keep_turn)
+
+    async def broadcast_group(self, snapshot_id: str) -> Group | None:
+        return await (await self._ready()).rounds.broadcast_group(snapshot_id)
+
+    async def broadcast_ended(self, snapshot_id: str) -> str | None:
+        return await (await self._ready()).rounds.broadcast_ended(snapshot_id)
 
     async def abandon(self, snapshot_id: str, why: str) -> None:
         await (await self._ready()).rounds.abandon(snapshot_id, why)

@@ -13,7 +13,7 @@ label is a tombstone: the engine itself is the durable record that its weights a
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -43,6 +43,9 @@ from ray_weightsync.protocol.channel import (
 from ray_weightsync.protocol.fanout import fan_out
 from ray_weightsync.report import ReplicaReport
 
+Payloads = Callable[[Sequence[Replica]], Mapping[str, dict[str, Any]]]
+"""Makes the ``update_weights`` payloads of those who are about to start, by id. `StepFailed` if they cannot."""
+
 
 @dataclass
 class Bring:
@@ -50,10 +53,13 @@ class Bring:
 
     spec: RoundSpec
     replicas: list[Replica]
+    payloads: Payloads
     expected: Callable[[], Awaitable[dict[str, Any]]]
     """What the workers must have received, once the snapshot is sealed. Awaited before *start*; with ``overlap``, before *outcome*."""
     log: RoundLog
     on_phase: Callable[[str], None] = lambda phase: None
+    on_lost: Callable[[str, str], None] = lambda replica, why: None
+    """Told of each member that failed after *start*: its id, and why."""
 
     async def run(self) -> list[ReplicaReport]:
         """Bring every replica to the snapshot, and say how each fared.
@@ -67,7 +73,13 @@ class Bring:
         self.on_phase("pause")
         await self._each(members, self._pause_and_mark, "pause", timeouts.pause_s + timeouts.commit_s)
         members = await self._without_the_fenced(members)
+        updates: Mapping[str, dict[str, Any]] = {}
         culprits = {member.replica.id: member.failed for member in members if member.failed} or await self._unsealed()
+        if not culprits and members:
+            try:
+                updates = self.payloads([member.replica for member in members])
+            except StepFailed as refused:
+                culprits = {"sender": refused}
         if culprits:
             self.on_phase("abort")
             await self._put_all_back(members, culprits)
@@ -75,7 +87,8 @@ class Bring:
         self.on_phase("update")
         for member in members:
             member.replica.happen(ReplicaEvent.START)  # from here on only a complete, attested update makes it whole
-        await self._each(members, self._apply, "update", self.spec.apply_limit_s + 2 * timeouts.resume_s, fence_who_fails=True)
+        apply = partial(self._apply, updates=updates)
+        await self._each(members, apply, "update", self.spec.apply_limit_s + 2 * timeouts.resume_s, fence_who_fails=True)
 
         failed = {member.replica.id: member.failed for member in members if member.failed}
         if failed and self.spec.all_or_none:
@@ -136,9 +149,9 @@ class Bring:
 
     # --- between start and commit: each replica for itself ------------------------------------------------------------------
 
-    async def _apply(self, member: Member) -> None:
+    async def _apply(self, member: Member, updates: Mapping[str, dict[str, Any]]) -> None:
         timeouts, num_bytes = self.spec.timeouts, self.spec.num_bytes
-        update = self.spec.updates.get(member.replica.id)
+        update = updates.get(member.replica.id)
         if update is None:  # with overlap, bytes are on their way to its node while it is paused
             failure = CallFailure(message="the copy on its node was given up meanwhile", kind="raised", elapsed_s=0.0)
             raise StepFailed("update", failure, timeouts.for_bytes("update", num_bytes))
@@ -172,8 +185,12 @@ class Bring:
         return Call("outcome", limit_s, INIT, (info,))
 
     def _in_one_turn(self, member: Member) -> bool:
-        """A synchronous LLM has no pause: what must not be interleaved with a request has to be one call of its actor."""
-        return bool(member.replica.engine.facts.kind == "sync")
+        """A synchronous LLM has no pause: what must not be interleaved with a request has to be one call of its actor.
+
+        In a broadcast that ends with *finish*: what the outcome is to be is known only when all have received. Requests that come in
+        between run under the tombstone.
+        """
+        return bool(member.replica.engine.facts.kind == "sync") and not self.spec.broadcast
 
     async def _apply_in_one_turn(self, member: Member, calls: list[Call]) -> None:
         """All of it in one turn of the actor, label and cache included: the next turn is a request's already.
@@ -265,6 +282,7 @@ class Bring:
             except StepFailed as failed:
                 member.failed = failed
                 if fence_who_fails:
+                    self.on_lost(member.replica.id, str(failed))
                     fencing = fence(member.replica, failed, spec=self.spec, timeline=self.log.timeline)
                     self.on_phase(what)  # a router is not to wait for the end of the round
                     await fencing

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
+from typing import Any
 
 from ray_weightsync.errors import CallFailure, FleetTorn, RoundAborted
 from ray_weightsync.fleet.homes import home_of
 from ray_weightsync.fleet.parts import Parts
-from ray_weightsync.fleet.preflight import PHASE, check
+from ray_weightsync.fleet.preflight import PHASE, Source, check
 from ray_weightsync.fleet.replica import Replica
 from ray_weightsync.fleet.round import RoundLog
-from ray_weightsync.fleet.snapshot import Copy, Snapshot
+from ray_weightsync.fleet.snapshot import Snapshot
 from ray_weightsync.fleet.states import ReplicaEvent, ReplicaState
 from ray_weightsync.fleet.steps import StepFailed
 from ray_weightsync.fleet.verdicts import aborted
@@ -78,27 +79,10 @@ async def unable(replicas: Iterable[Replica], snapshot: Snapshot, log: RoundLog,
             failures[replica.id] = StepFailed(PHASE, failure, timeouts.preflight_s)
         else:
             asked.append(replica)
-    copies = parts.staging.copies
-    try:
-        nodes = await asyncio.wait_for(copies.stores.nodes(), timeouts.preflight_s)
-    except Exception as error:
-        raise RoundAborted(
-            f"Nothing changed: {parts.roster.serves()}. Ray did not tell which nodes there are.",
-            phase=PHASE,
-            limit_s=timeouts.preflight_s,
-            engine_message=words(error) or type(error).__name__,
-            hint="look after Ray's head node and call again",
-        ) from error
-
-    async def copy_for(replica: Replica) -> Copy:
-        replica.home = home_of(replica.engine.facts, nodes, origin=snapshot.origin)
-        return await copies.allotted(snapshot, replica.home)
-
     ask = partial(
         check,
         plan=snapshot.plan,
-        copy_for=copy_for,
-        probe=copies.probe,
+        source_for=await _sources(snapshot, parts),
         claims=parts.claims,
         timeouts=timeouts,
         timeline=log.timeline,
@@ -115,3 +99,35 @@ async def unable(replicas: Iterable[Replica], snapshot: Snapshot, log: RoundLog,
             raise raised
         failures[name] = raised if isinstance(raised, StepFailed) else StepFailed(PHASE, failure, timeouts.preflight_s)
     return failures
+
+
+async def _sources(snapshot: Snapshot, parts: Parts) -> Callable[[Replica], Awaitable[Source]]:
+    """Finds where a replica is to have the bytes from: the sender itself, or its own node, where a copy is begun if there is none."""
+    if (broadcast := snapshot.broadcast) is not None:
+
+        async def meeting() -> dict[str, Any]:
+            return broadcast.meeting.probe()
+
+        async def sender(replica: Replica) -> Source:
+            return Source("collective", meeting)
+
+        return sender
+
+    copies, limit_s = parts.staging.copies, parts.timeouts.preflight_s
+    try:
+        nodes = await asyncio.wait_for(copies.stores.nodes(), limit_s)
+    except Exception as error:
+        raise RoundAborted(
+            f"Nothing changed: {parts.roster.serves()}. Ray did not tell which nodes there are.",
+            phase=PHASE,
+            limit_s=limit_s,
+            engine_message=words(error) or type(error).__name__,
+            hint="look after Ray's head node and call again",
+        ) from error
+
+    async def own_node(replica: Replica) -> Source:
+        replica.home = home_of(replica.engine.facts, nodes, origin=snapshot.origin)
+        copy = await copies.allotted(snapshot, replica.home)
+        return Source("host", partial(copies.probe, copy.node_id), copy.store)
+
+    return own_node

@@ -9,6 +9,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ray_weightsync.config import Timeouts, is_tombstone
@@ -16,7 +17,6 @@ from ray_weightsync.engines.resolve import inspect
 from ray_weightsync.errors import CallFailure, EngineCallError
 from ray_weightsync.fleet.claims import Claims
 from ray_weightsync.fleet.replica import Replica
-from ray_weightsync.fleet.snapshot import Copy
 from ray_weightsync.fleet.states import ReplicaEvent, ReplicaState
 from ray_weightsync.fleet.steps import StepFailed, Timeline, step
 from ray_weightsync.protocol.channel import FINISH, INIT
@@ -29,6 +29,21 @@ PHASE = "preflight"
 
 JUDGING_S_PER_TENSOR = 0.005
 """What judging a tensor may take on an engine that is busy with long steps: 0.1 ms of work, 4 ms of it between two steps."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a replica is to have the bytes from, which it has to prove to see.
+
+    Attributes:
+        transport: The receiver that is asked.
+        probe: Fetches what it is shown.
+        store: Identity of a snapshot store, which is seen once per incarnation; None for what is new in every round.
+    """
+
+    transport: str
+    probe: Callable[[], Awaitable[dict[str, Any]]]
+    store: str | None = None
 
 
 def refusal(facts: EngineFacts) -> str | None:
@@ -93,8 +108,7 @@ async def check(
     replica: Replica,
     plan: Plan,
     *,
-    copy_for: Callable[[Replica], Awaitable[Copy]],
-    probe: Callable[[str], Awaitable[dict[str, Any]]],
+    source_for: Callable[[Replica], Awaitable[Source]],
     claims: Claims,
     timeouts: Timeouts,
     timeline: Timeline,
@@ -104,8 +118,7 @@ async def check(
     Args:
         replica: The replica.
         plan: What will be sent.
-        copy_for: Finds the replica's home, and has a copy of the bytes begun there if there is none.
-        probe: Fetches the nonce of a node's store for the ``see`` call; used once per store and incarnation.
+        source_for: Finds where the replica is to have the bytes from.
         claims: This session's: an engine that restarted may be another session's by now.
         timeouts: Deadlines; each call here has ``preflight_s``.
         timeline: Where the seconds are written.
@@ -124,17 +137,12 @@ async def check(
     if (why := refusal(replica.engine.facts)) is not None:
         kind = "raised" if replica.engine.facts.in_step else "out_of_step"
         raise StepFailed(PHASE, CallFailure(message=why, kind=kind, elapsed_s=0.0), timeouts.preflight_s)
-    copy = await copy_for(replica)
-    if copy.store not in replica.stores:
-        await step(
-            replica,
-            PHASE,
-            INIT,
-            {"op": "see", "transport": "host", "probe": await probe(copy.node_id)},
-            limit_s=timeouts.preflight_s,
-            timeline=timeline,
-        )
-        replica.stores.add(copy.store)
+    source = await source_for(replica)
+    if source.store is None or source.store not in replica.stores:
+        info = {"op": "see", "transport": source.transport, "probe": await source.probe()}
+        await step(replica, PHASE, INIT, info, limit_s=timeouts.preflight_s, timeline=timeline)
+        if source.store is not None:
+            replica.stores.add(source.store)
     forgotten = any(plan.digest not in worker.plans for worker in replica.engine.facts.workers)
     if forgotten or plan.digest not in replica.plans:
         wire = plan.to_wire()

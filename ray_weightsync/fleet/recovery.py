@@ -155,7 +155,8 @@ class Recovery:
         traces.update(zip(asking, answers, strict=True))
         ends = endings(traces, members, all_or_none=round_.all_or_none)
         logger.warning("round %s, version %s: %s", round_.id, label, ", ".join(f"{name}: {end.value}" for name, end in ends.items()))
-        runs = [self._end(Bring(spec, [], _nothing, RoundLog(spec.round_id)), name, ends[name], traces[name], round_) for name in ends]
+        brings = {name: Bring(spec, [], _no_payloads, _nothing, RoundLog(spec.round_id)) for name in ends}
+        runs = [self._end(brings[name], name, ends[name], traces[name], round_) for name in ends]
         reports = dict(zip(ends, await asyncio.gather(*runs), strict=True))
         serving = [name for name, end in ends.items() if end is Ending.COMMIT and self._roster.replicas[name].whole]
         if serving and not self._roster.ordinals.get(spec.label):
@@ -175,9 +176,9 @@ class Recovery:
             epoch=self._roster.epoch,
             label=round_.snapshot.label,
             num_bytes=snapshot.plan.num_bytes if snapshot is not None else 0,
-            updates={},
             all_or_none=False,
             overlap=False,
+            broadcast=False,
             pause=settings.pause,
             cache=settings.cache,
             timeouts=self._timeouts,
@@ -292,6 +293,10 @@ class Recovery:
                 tombstone, release = str(facts.version), self._parts.settings.on_failure.release_requests
                 fences.append(fence_engine(replica, tombstone, limit_s=self._timeouts.resume_s, release=release, timeline=Timeline()))
         await asyncio.gather(*fences)
+
+
+def _no_payloads(replicas: object) -> dict[str, Any]:
+    return {}
 
 
 async def _nothing() -> dict[str, Any]:

@@ -12,7 +12,6 @@ from ray_weightsync.fleet.snapshot import Snapshot
 from ray_weightsync.fleet.values import Settings
 from ray_weightsync.protocol.channel import PAUSE, SET_VERSION
 from ray_weightsync.report import ReplicaReport, SyncReport
-from ray_weightsync.weights.plan import Plan
 
 
 def report_of(
@@ -28,7 +27,7 @@ def report_of(
     """What the round did."""
     written, timeline = snapshot.written(), log.timeline
     counts = [replica.requests_recomputed for replica in replicas]
-    guarantees, missing = promises(roster.members, snapshot.plan, settings, first=roster.ordinal <= 1)
+    guarantees, missing = promises(roster.members, snapshot, settings, broadcast=log.transport == "collective", first=roster.ordinal <= 1)
     return SyncReport(
         version=snapshot.version,
         ordinal=roster.ordinal,
@@ -36,7 +35,7 @@ def report_of(
         epoch=roster.epoch,
         plan_digest=snapshot.plan.digest,
         weights_digest=written.digest,
-        transport="host",
+        transport=log.transport,
         transport_reason=settings.transport_reason,
         num_bytes=written.num_bytes,
         num_tensors=written.num_tensors,
@@ -54,10 +53,18 @@ def report_of(
     )
 
 
-def promises(replicas: Iterable[Replica], plan: Plan, settings: Settings, *, first: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def promises(
+    replicas: Iterable[Replica], snapshot: Snapshot, settings: Settings, *, broadcast: bool, first: bool
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """What was held for this fleet in its ``first`` round or a later one, and what could not be."""
     given, missing = ["bytes attested by every worker"], []
-    if settings.on_failure.after_start == "quarantine":
+    if not snapshot.kept:
+        missing.append(
+            "no snapshot is kept, so nobody can be healed or added without the trainer: Collective(keep_snapshot=True) keeps one"
+        )
+    if broadcast:
+        missing.append("a replica that is lost while bytes move takes the others of its round with it")
+    elif settings.on_failure.after_start == "quarantine":
         given.append("a lost replica does not stop the others")
     elif first:
         missing.append("all or none: nothing was committed before that could be gone back to, so what failed would have been fenced")
@@ -67,7 +74,7 @@ def promises(replicas: Iterable[Replica], plan: Plan, settings: Settings, *, fir
         given.append(f"cache policy {settings.cache!r}")
     for replica in replicas:
         facts, channel = replica.engine.facts, replica.engine.channel
-        unjudged = {each for worker in facts.workers for each in worker.unjudged.get(plan.digest, ())}
+        unjudged = {each for worker in facts.workers for each in worker.unjudged.get(snapshot.plan.digest, ())}
         missing.extend(f"{replica.id}: {each}" for each in sorted(unjudged))
         if facts.kind == "sync":
             missing.append(

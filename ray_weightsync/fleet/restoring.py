@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from ray_weightsync.errors import CallFailure, RoundAborted
-from ray_weightsync.fleet.bring import Bring
+from ray_weightsync.fleet.bring import Bring, Payloads
 from ray_weightsync.fleet.fence import fence
 from ray_weightsync.fleet.parts import Parts
 from ray_weightsync.fleet.replica import Replica
@@ -19,33 +20,43 @@ from ray_weightsync.fleet.verdicts import aborted
 from ray_weightsync.report import ReplicaReport
 
 
-def spec_of(parts: Parts, snapshot: Snapshot, log: RoundLog, replicas: Iterable[Replica], *, overlap: bool) -> RoundSpec:
-    """What a round that brings ``snapshot`` to ``replicas`` is about, in a new epoch. Each reads the copy on its own node."""
-    settings, timeouts, num_bytes = parts.settings, parts.timeouts, snapshot.plan.num_bytes
-    epoch = parts.roster.next_epoch()
-    common = {
-        "transport": "host",
-        "round": log.round_id,
-        "epoch": epoch,
-        "plan": snapshot.plan.digest,
-        # The workers' own deadline ends before ours: it is they who know how far the bytes had come.
-        "limit_s": 0.8 * timeouts.for_bytes("update", num_bytes),
-    }
-    slots = {replica.id: snapshot.copies[replica.home].address for replica in replicas if replica.home in snapshot.copies}
+def spec_of(parts: Parts, snapshot: Snapshot, log: RoundLog, *, overlap: bool) -> RoundSpec:
+    """What a round that brings ``snapshot`` is about, in a new epoch."""
+    settings, timeouts = parts.settings, parts.timeouts
     return RoundSpec(
         round_id=log.round_id,
-        epoch=epoch,
+        epoch=parts.roster.next_epoch(),
         label=snapshot.label,
-        num_bytes=num_bytes,
-        updates={name: common | {"slot": address} for name, address in slots.items()},
+        num_bytes=snapshot.plan.num_bytes,
         # There is nothing to go back to before the first commit, and a restoration is of each for itself.
         all_or_none=settings.on_failure.after_start == "all_or_none" and parts.staging.committed not in (None, snapshot),
         overlap=overlap,
+        broadcast=snapshot.broadcast is not None,
         pause=settings.pause,
         cache=settings.cache,
         timeouts=timeouts,
         policy=settings.on_failure,
     )
+
+
+def payloads_of(snapshot: Snapshot, spec: RoundSpec) -> Payloads:
+    """The ``update_weights`` payloads of a round: what each member is to read, or where it is to join."""
+    common = {
+        "transport": "host" if snapshot.broadcast is None else "collective",
+        "round": spec.round_id,
+        "epoch": spec.epoch,
+        "plan": snapshot.plan.digest,
+        # The workers' own deadline ends before ours: it is they who know how far the bytes had come.
+        "limit_s": 0.8 * spec.timeouts.for_bytes("update", spec.num_bytes),
+    }
+    if (broadcast := snapshot.broadcast) is not None:
+        return lambda replicas: {name: common | {"group": group} for name, group in broadcast.payloads(replicas).items()}
+
+    def on_their_nodes(replicas: Sequence[Replica]) -> dict[str, dict[str, Any]]:
+        slots = {replica.id: snapshot.copies[replica.home].address for replica in replicas if replica.home in snapshot.copies}
+        return {name: common | {"slot": address} for name, address in slots.items()}
+
+    return on_their_nodes
 
 
 async def restore(parts: Parts, snapshot: Snapshot, log: RoundLog, replicas: Sequence[Replica]) -> list[ReplicaReport]:
@@ -55,13 +66,14 @@ async def restore(parts: Parts, snapshot: Snapshot, log: RoundLog, replicas: Seq
     """
     await parts.chronicle.before(snapshot, list(replicas), log.round_id, each_for_itself=True)
     out_of_reach = await parts.staging.spread(snapshot, replicas, log.timeline)
-    spec = spec_of(parts, snapshot, log, replicas, overlap=False)
+    spec = spec_of(parts, snapshot, log, overlap=False)
+    payloads = payloads_of(snapshot, spec)
 
     async def restored(replica: Replica) -> ReplicaReport:
         if replica.id in out_of_reach:
             return await kept_away(replica, out_of_reach[replica.id])
         try:
-            (report,) = await Bring(spec, [replica], snapshot.expected, log=log).run()
+            (report,) = await Bring(spec, [replica], payloads, snapshot.expected, log=log).run()
         except Aborted as end:
             return await kept_away(replica, next(iter(end.failures.values())))
         return report

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +20,7 @@ class RoundLog:
     round_id: str
     began: float = field(default_factory=time.monotonic)
     timeline: Timeline = field(default_factory=Timeline)
+    transport: str = "host"
     notes: list[str] = field(default_factory=list)
 
 
@@ -33,18 +33,18 @@ class RoundSpec:
         epoch: Receivers refuse an older one.
         label: The version's label.
         num_bytes: Bytes moved to each replica; deadlines grow with them.
-        updates: The ``update_weights`` payload of each member, by its id: it names what that member is to read.
         all_or_none: Nobody is committed unless all are attested.
-        overlap: The engines load while the snapshot is still being written.
+        overlap: The engines load while the snapshot is still being written, or sent.
+        broadcast: The sender is itself a member: it sends only while all of them receive.
     """
 
     round_id: str
     epoch: int
     label: str
     num_bytes: int
-    updates: Mapping[str, dict[str, Any]]
     all_or_none: bool
     overlap: bool
+    broadcast: bool
     pause: PauseMode
     cache: CachePolicy
     timeouts: Timeouts

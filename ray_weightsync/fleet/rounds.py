@@ -6,31 +6,35 @@ Rounds take turns. While a sender packs, the fleet is looked at and, when somebo
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import deque
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ray_weightsync.config import version_label
+from ray_weightsync.config import Host, version_label
 from ray_weightsync.errors import ConfigError, RoundAborted, WeightSyncError
 from ray_weightsync.fleet.bring import Bring
+from ray_weightsync.fleet.broadcast import Broadcast
 from ray_weightsync.fleet.cluster import Process, until_gone
 from ray_weightsync.fleet.members import members_of
 from ray_weightsync.fleet.parts import Parts
 from ray_weightsync.fleet.replica import Replica
 from ray_weightsync.fleet.reporting import report_of
-from ray_weightsync.fleet.restoring import roll_back, spec_of
+from ray_weightsync.fleet.restoring import payloads_of, roll_back, spec_of
 from ray_weightsync.fleet.round import Aborted, NotAll, RoundLog
 from ray_weightsync.fleet.snapshot import Snapshot
 from ray_weightsync.fleet.staging import AFTER_REPLY_S
 from ray_weightsync.fleet.states import ReplicaEvent, ReplicaState
-from ray_weightsync.fleet.steps import StepFailed
+from ray_weightsync.fleet.topology import Group
 from ray_weightsync.fleet.turns import Busy
 from ray_weightsync.fleet.values import Sealed, Ticket
 from ray_weightsync.fleet.verdicts import aborted, verdict
+from ray_weightsync.fleet.within_reach import within_reach
 from ray_weightsync.report import ReplicaReport, SyncReport
 from ray_weightsync.weights.plan import Plan
+
+if TYPE_CHECKING:
+    from ray_weightsync.transports.collective.rendezvous import Meeting
 
 logger = logging.getLogger(__name__)
 
@@ -71,11 +75,13 @@ class Rounds:
         node_id: str,
         busy: Busy,
         sender: Process,
+        meeting: Meeting | None = None,
     ) -> Ticket:
         """Begin a round: check the version, allot memory, start the preflight beside the sender's packing.
 
         The turn is the caller's until `seal`, `commit` or `abandon`, until ``sender`` died, or until the sender's deadline has passed.
-        The snapshot's id is the caller's choice (32 hex digits), so that it can be abandoned before this returns.
+        The snapshot's id is the caller's choice (32 hex digits), so that it can be abandoned before this returns. With a ``meeting`` it is
+        broadcast by a sender that is met there, who learns from `broadcast_group` whom to expect.
 
         Raises:
             PlanUnknown: ``plan`` is needed.
@@ -98,14 +104,20 @@ class Rounds:
                 raise ConfigError(f"version {label!r} was committed before; versions are unique (now: {self._roster.label!r})")
             self._roster.round_id = snapshot_id
             self._roster.changed("stage")
-            snapshot = await self._staging.open(log, version, label, known, node_id, self._roster.serves())
+            broadcast, kept = None, True
+            if meeting is not None:
+                transport = self._settings.transport
+                broadcast, kept = Broadcast(meeting), isinstance(transport, Host) or transport.keep_snapshot
+                log.transport = "collective"
+            serves = self._roster.serves()
+            snapshot = await self._staging.open(log, version, label, known, node_id, serves, kept=kept, broadcast=broadcast)
         except BaseException:
             self._parts.end_turn(snapshot_id)
             raise
         snapshot.preflight = self._parts.spawn(self._look(snapshot))
         self._parts.spawn(self._give_up_after(snapshot, limit_s, sender))
-        address = snapshot.copies[node_id].address
-        return Ticket(snapshot=snapshot_id, address=address, progress_bytes=self._settings.transport.bucket_bytes)
+        address = snapshot.copies[node_id].address if kept else None
+        return Ticket(snapshot=snapshot_id, address=address, progress_bytes=self._settings.host.bucket_bytes)
 
     async def _look(self, snapshot: Snapshot) -> list[Replica]:
         await asyncio.sleep(AFTER_REPLY_S)
@@ -124,6 +136,27 @@ class Rounds:
             self._plans = dict([*self._plans.items(), (plan.digest, plan)][-4:])
         return self._plans[digest]
 
+    async def broadcast_group(self, snapshot_id: str) -> Group | None:
+        """Whom the sender of a broadcast is to expect, as soon as all of them are about to start; None if nobody.
+
+        Raises:
+            RoundAborted: if the round ends before.
+        """
+        return await self._broadcast(snapshot_id).group()
+
+    async def broadcast_ended(self, snapshot_id: str) -> str | None:
+        """Why the sender of a broadcast is to stop, as soon as that is so; None if all was received.
+
+        Raises:
+            RoundAborted: if there is no such round.
+        """
+        return await self._broadcast(snapshot_id).ended()
+
+    def _broadcast(self, snapshot_id: str) -> Broadcast:
+        broadcast = self._staging.require(snapshot_id, self._roster.serves()).broadcast
+        assert broadcast is not None, "it was opened with a meeting"
+        return broadcast
+
     async def seal(self, snapshot_id: str, sealed: Sealed, *, keep_turn: bool = False) -> None:
         """The sender has written everything: seal the snapshot on every node, and wait for the preflight's verdict.
 
@@ -134,10 +167,10 @@ class Rounds:
             snapshot = self._staging.require(snapshot_id, self._roster.serves())
             try:
                 await self._staging.seal(snapshot, sealed)
-                await self._sealed(snapshot)
+                await self._staging.sealed(snapshot, self._roster.serves())
                 members = await snapshot.judged()
                 if not snapshot.committing:  # else (overlap) a round is at it already, and its end says what became of each replica
-                    await self._within_reach(snapshot, members)
+                    await within_reach(self._parts, snapshot, members)
             except BaseException as error:
                 await self._staging.give_up(snapshot, str(error))
                 raise
@@ -197,11 +230,11 @@ class Rounds:
                 snapshot.sealing = self._parts.spawn(self._seal_beside(snapshot, sealed))
             if self._roster.was_committed_before(snapshot.label):
                 raise ConfigError(f"version {snapshot.label!r} was committed meanwhile; versions are unique (now: {self._roster.label!r})")
-            members = await self._within_reach(snapshot, await snapshot.judged())
+            members = await within_reach(self._parts, snapshot, await snapshot.judged())
             gone = any(replica.state is ReplicaState.RETIRED for replica in members)
             if gone or time.monotonic() - snapshot.log.began > LOOK_IS_FRESH_S:
                 # Who is awake, and who is there at all, may have changed meanwhile.
-                members = await self._within_reach(snapshot, await self._members(snapshot))
+                members = await within_reach(self._parts, snapshot, await self._members(snapshot))
             report = await self._commit(snapshot, members)
             self._parts.chronicle.ended(snapshot_id, report)
             return report
@@ -216,45 +249,14 @@ class Rounds:
         await asyncio.sleep(0.0)  # the engines are asked to pause first: that takes longer
         await self._staging.seal(snapshot, sealed)
 
-    async def _within_reach(self, snapshot: Snapshot, members: list[Replica]) -> list[Replica]:
-        """Those of ``members`` whose node has the bytes. They go to other nodes while engines generate: a pause is not to wait for them.
-
-        With overlap, engines are paused long before there is anything to send; those on other nodes read behind their own node's relay.
-
-        Raises:
-            RoundAborted: if the bytes cannot be had on the node of a replica that is not fenced.
-        """
-        away = [replica for replica in members if not snapshot.complete_on(str(replica.home)) and replica.home != snapshot.node_id]
-        if not away:
-            return members
-        if self._settings.transport.overlap and not snapshot.sealed.done():
-            names = ", ".join(replica.id for replica in away)
-            snapshot.log.notes.append(f"{names} waited, paused, for bytes that cross to other nodes only when all are written (overlap)")
-            self._parts.spawn(self._spread_beside(snapshot, away))
-            return members
-        await self._sealed(snapshot)
-        failures = await self._staging.spread(snapshot, away, snapshot.log.timeline)
-        fenced = {replica.id for replica in away if replica.id in failures and replica.state is ReplicaState.QUARANTINED}
-        culprits = {name: failed for name, failed in failures.items() if name not in fenced or len(fenced) == len(members)}
-        if culprits:
-            raise aborted(
-                f"The bytes of version {snapshot.label} did not reach every node.",
-                old=self._roster.label,
-                culprits=culprits,
-                log_hints=self._roster.log_hints(),
-                hint="call again: a store that has died is started anew, and replicas that are gone are left out",
-            )
-        snapshot.log.notes.extend(f"{name} left out: {failures[name]}" for name in fenced)
-        return [replica for replica in members if replica.id not in fenced]
-
-    async def _spread_beside(self, snapshot: Snapshot, away: list[Replica]) -> None:
-        with contextlib.suppress(StepFailed):  # it was not sealed: whoever reads finds the slot given up
-            await self._staging.spread(snapshot, away, snapshot.log.timeline)
-
     async def _commit(self, snapshot: Snapshot, members: list[Replica]) -> SyncReport:
         repeat = await self._is_repeat(snapshot)
         if repeat:
             members = [replica for replica in members if not (replica.whole and replica.attested and replica.version == snapshot.label)]
+            if members and snapshot.broadcast is not None:
+                names = ", ".join(replica.id for replica in members)
+                snapshot.log.notes.append(f"{names} left as they are: a repeat is not broadcast; heal() or the next version helps")
+                members = []
         try:
             replicas = await self.bring(snapshot, snapshot.log, members)
         finally:
@@ -268,7 +270,9 @@ class Rounds:
         committed = self._staging.committed
         if committed is None or snapshot.label != self._roster.label:
             return False
-        mine = (await self._sealed(snapshot)).digest
+        if snapshot.broadcast is not None:
+            snapshot.broadcast.invite_nobody()
+        mine = (await self._staging.sealed(snapshot, self._roster.serves())).digest
         theirs = committed.written().digest
         if mine != theirs:
             raise RoundAborted(
@@ -277,17 +281,6 @@ class Rounds:
                 hint=f"choose a new version; {snapshot.label!r} stands for weights {theirs}, not {mine}",
             )
         return True
-
-    async def _sealed(self, snapshot: Snapshot) -> Sealed:
-        try:
-            return await snapshot.seal_of()
-        except StepFailed as failed:
-            raise RoundAborted(
-                f"Nothing changed: {self._roster.serves()}. Version {snapshot.label} was not staged.",
-                phase="stage",
-                engine_message=failed.failure.message,
-                hint="call again",
-            ) from failed
 
     # --- the engines' part --------------------------------------------------------------------------------------------------
 
@@ -299,8 +292,11 @@ class Rounds:
         """
         await self._parts.chronicle.before(snapshot, members, log.round_id)
         before = self._staging.committed
-        spec = spec_of(self._parts, snapshot, log, members, overlap=self._settings.transport.overlap)
-        bring = Bring(spec, members, snapshot.expected, log=log, on_phase=self._roster.changed)
+        broadcast = snapshot.broadcast
+        spec = spec_of(self._parts, snapshot, log, overlap=self._settings.host.overlap or broadcast is not None)
+        bring = Bring(spec, members, payloads_of(snapshot, spec), snapshot.expected, log=log, on_phase=self._roster.changed)
+        if broadcast is not None:
+            bring.on_lost = broadcast.lose
         try:
             return await bring.run()
         except Aborted as end:

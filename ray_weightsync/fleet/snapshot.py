@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from ray_weightsync.fleet.broadcast import Broadcast
 from ray_weightsync.fleet.replica import Replica
 from ray_weightsync.fleet.round import RoundLog
 from ray_weightsync.fleet.steps import StepFailed
@@ -42,6 +43,8 @@ class Snapshot:
         ahead: By node, slots that were had under its name before anybody asked for them; their stores may have died since.
         allotting: Copies whose slot is being had.
         spreading: Held while its bytes go to other nodes.
+        broadcast: How its bytes get to the engines, if not by a copy on their node. None when that is over.
+        kept: Stores are to have it.
         log: That round's.
         sealed: What the sender wrote; a `StepFailed` if it gave up.
         preflight: The check of the fleet beside the sender's packing: who takes part.
@@ -57,6 +60,8 @@ class Snapshot:
     node_id: str
     log: RoundLog
     sealed: asyncio.Future[Sealed]
+    broadcast: Broadcast | None = None
+    kept: bool = True
     copies: dict[str, Copy] = field(default_factory=dict)
     ahead: dict[str, Copy] = field(default_factory=dict)
     allotting: dict[str, asyncio.Future[Copy]] = field(default_factory=dict)
@@ -87,6 +92,8 @@ class Snapshot:
 
     def fail(self, why: StepFailed) -> None:
         """It will not be sealed: whoever waits for that is told."""
+        if self.broadcast is not None:
+            self.broadcast.end(str(why))
         if not self.sealed.done():
             self.sealed.set_exception(why)
             self.sealed.exception()  # marks it as seen: often nobody waits for it
@@ -101,7 +108,7 @@ class Snapshot:
         sealed = await self.seal_of()
         return {
             "plan": self.plan.digest,
-            "snapshot": self.slot,
+            "snapshot": self.broadcast.meeting.id if self.broadcast is not None else self.slot,
             "digest": sealed.digest,
             "num_bytes": sealed.num_bytes,
             "num_tensors": sealed.num_tensors,

@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 
 from ray_weightsync.config import Host, Timeouts
 from ray_weightsync.errors import CallFailure, RoundAborted
+from ray_weightsync.fleet.broadcast import Broadcast
 from ray_weightsync.fleet.copies import Ahead, Copies
 from ray_weightsync.fleet.replica import Replica
 from ray_weightsync.fleet.round import RoundLog
@@ -69,19 +70,51 @@ class Staging:
             )
         return snapshot
 
-    async def open(self, log: RoundLog, version: int | str, label: str, plan: Plan, node_id: str, serves: str) -> Snapshot:
-        """Allot a slot. Staged snapshots that were never committed give way once they fill the slots, the oldest first.
+    async def open(
+        self,
+        log: RoundLog,
+        version: int | str,
+        label: str,
+        plan: Plan,
+        node_id: str,
+        serves: str,
+        *,
+        kept: bool = True,
+        broadcast: Broadcast | None = None,
+    ) -> Snapshot:
+        """Begin a snapshot.
+
+        If it is ``kept``, a slot is allotted; staged ones that were never committed give way once they fill the slots, the oldest first.
 
         Raises:
             RoundAborted: if no room can be had.
         """
         await self.settled()
+        snapshot = Snapshot(
+            id=log.round_id,
+            slot=log.round_id,
+            version=version,
+            label=label,
+            plan=plan,
+            node_id=node_id,
+            log=log,
+            sealed=asyncio.get_running_loop().create_future(),
+            kept=kept,
+            broadcast=broadcast,
+        )
+        if kept:
+            await self._have_slot(snapshot, serves)
+        self._open[snapshot.id] = snapshot
+        return snapshot
+
+    async def _have_slot(self, snapshot: Snapshot, serves: str) -> None:
         waiting = [snapshot for snapshot in self._open.values() if snapshot.sealed.done()]
         while len(waiting) >= self._transport.num_slots - 1:
             await self.free(waiting.pop(0))
+        plan, node_id = snapshot.plan, snapshot.node_id
         limit_s = self._timeouts.for_bytes("stage", plan.num_bytes)
         try:
-            slot, copy, ahead = await self._allotted(node_id, plan)
+            snapshot.slot, copy, snapshot.ahead = await self._allotted(node_id, plan)
         except Exception as error:
             full = type(getattr(error, "cause", error)).__name__ == "NoRoomError"
             room = f"free or enlarge {self._transport.directory} (docker run --shm-size=...), or choose Host(directory=...)"
@@ -92,20 +125,7 @@ class Staging:
                 engine_message=words(error),
                 hint=room if full else "call again: a store that has died or hangs is started anew",
             ) from error
-        snapshot = Snapshot(
-            id=log.round_id,
-            slot=slot,
-            version=version,
-            label=label,
-            plan=plan,
-            node_id=node_id,
-            log=log,
-            sealed=asyncio.get_running_loop().create_future(),
-            copies={node_id: copy},
-            ahead=ahead,
-        )
-        self._open[snapshot.id] = snapshot
-        return snapshot
+        snapshot.copies[node_id] = copy
 
     async def _allotted(self, node_id: str, plan: Plan) -> tuple[str, Copy, dict[str, Copy]]:
         """A name, a slot on this node under it, and those on other nodes: had when the last round ended, as far as they fit."""
@@ -123,8 +143,9 @@ class Staging:
         """Close the snapshot: from here on nobody writes to it. What comes of it is told by `Snapshot.seal_of`."""
         limit_s = self._timeouts.commit_s
         try:
-            await self.copies.stores.seal(snapshot.node_id, snapshot=snapshot.slot, digest=sealed.digest, limit_s=limit_s)
-            snapshot.copies[snapshot.node_id].sealed = True
+            if snapshot.kept:
+                await self.copies.stores.seal(snapshot.node_id, snapshot=snapshot.slot, digest=sealed.digest, limit_s=limit_s)
+                snapshot.copies[snapshot.node_id].sealed = True
         except Exception as error:
             message = f"the snapshot could not be sealed: {words(error) or type(error).__name__}"
             snapshot.fail(StepFailed("stage", CallFailure(message=message, kind="raised", elapsed_s=0.0), limit_s))
@@ -132,6 +153,22 @@ class Staging:
         snapshot.log.timeline.add("sender", "stage", time.monotonic() - sealed.stage_s, time.monotonic())
         if not snapshot.sealed.done():
             snapshot.sealed.set_result(sealed)
+
+    async def sealed(self, snapshot: Snapshot, serves: str) -> Sealed:
+        """What the sender wrote, as soon as it has.
+
+        Raises:
+            RoundAborted: if it gave up.
+        """
+        try:
+            return await snapshot.seal_of()
+        except StepFailed as failed:
+            raise RoundAborted(
+                f"Nothing changed: {serves}. Version {snapshot.label} was not staged.",
+                phase="stage",
+                engine_message=failed.failure.message,
+                hint="call again",
+            ) from failed
 
     async def spread(self, snapshot: Snapshot, replicas: Sequence[Replica], timeline: Timeline) -> dict[str, StepFailed]:
         """Have the bytes of a sealed snapshot on the node of each of ``replicas``, for as long as it is the committed one.
@@ -160,6 +197,7 @@ class Staging:
         the next round of the same plan will want.
         """
         self._open.pop(snapshot.id, None)
+        self._end_broadcast(snapshot)
         self.committed = snapshot
         self._keeping = asyncio.ensure_future(self._keep(snapshot))
 
@@ -168,7 +206,7 @@ class Staging:
         try:
             self._retired, problems = await self.copies.mark_committed(snapshot)
             self._notes.extend(problems)
-            if not snapshot.copies:
+            if snapshot.kept and not snapshot.copies:
                 self._notes.append(f"the snapshot store did not keep version {snapshot.label}; nothing could be repaired from it")
             if len(self._open) < self._transport.num_slots - 1:
                 self._ahead = await self.copies.ahead(snapshot.plan, snapshot.copies)
@@ -180,6 +218,8 @@ class Staging:
 
     async def why_unreadable(self, snapshot: Snapshot) -> str | None:
         """Why the bytes of a committed snapshot can be had no more, or None. A replica cannot help it."""
+        if not snapshot.kept:
+            return "it was broadcast, and nobody kept it: Collective(keep_snapshot=True) does"
         return await self.copies.why_unreadable(snapshot)
 
     async def settled(self) -> None:
@@ -191,10 +231,16 @@ class Staging:
         """Free a snapshot that was not committed. Idempotent."""
         if self._open.pop(snapshot.id, None) is None:
             return
+        self._end_broadcast(snapshot)
         # Their calls are out, and every one of them has a deadline.
         if under_way := {task for task in (snapshot.preflight, snapshot.sealing) if task is not None and not task.done()}:
             await asyncio.wait(under_way)
         await self.copies.discard_all(snapshot)
+
+    def _end_broadcast(self, snapshot: Snapshot) -> None:
+        broadcast, snapshot.broadcast = snapshot.broadcast, None
+        if broadcast is not None:
+            broadcast.end()
 
     async def discard(self, snapshot: Snapshot) -> None:
         """Free the slot of a snapshot that is not this coordinator's own."""

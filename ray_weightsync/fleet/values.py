@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ray_weightsync.config import AdoptPolicy, CachePolicy, FailurePolicy, Host, PauseMode, Timeouts
+from ray_weightsync.config import AdoptPolicy, CachePolicy, Collective, FailurePolicy, Host, PauseMode, Timeouts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """What a session was attached with."""
 
-    transport: Host
+    transport: Host | Collective
     transport_reason: str
     pause: PauseMode
     cache: CachePolicy
@@ -20,19 +20,24 @@ class Settings:
     on_failure: FailurePolicy
     timeouts: Timeouts
 
+    @property
+    def host(self) -> Host:
+        """How snapshots are kept in host memory, whatever brings the bytes to the engines."""
+        return self.transport if isinstance(self.transport, Host) else Host()
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ticket:
-    """The right to write one snapshot.
+    """The right to send one version's weights.
 
     Attributes:
         snapshot: The snapshot's id.
-        address: Where to write it (see `ray_weightsync.transports.host.layout`).
+        address: Where to write it (see `ray_weightsync.transports.host.layout`); None if it is only broadcast.
         progress_bytes: How often progress is to be made visible.
     """
 
     snapshot: str
-    address: dict[str, Any]
+    address: dict[str, Any] | None
     progress_bytes: int
 
 

@@ -10,9 +10,9 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayTaskError
 
-from ray_weightsync.config import Timeouts
 from ray_weightsync.errors import WeightSyncError
 from ray_weightsync.fleet.turns import Busy
+from ray_weightsync.fleet.values import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ def through_trainer(
     what: str,
     session: str,
     coordinator: ActorHandle[Any],
-    timeouts: Timeouts,
+    settings: Settings,
     version: int | str,
     busy: Busy,
 ) -> Any:
@@ -31,7 +31,8 @@ def through_trainer(
     Raises:
         WeightSyncError: how the round ended; or that the trainer is gone, or did not come to it.
     """
-    ref = getattr(trainer, f"rws_{what}_weights").remote(session, coordinator, timeouts, version, busy)
+    ref = getattr(trainer, f"rws_{what}_weights").remote(session, coordinator, settings, version, busy)
+    timeouts = settings.timeouts
     # The trainer may be busy with a step of its own first; gather_s is what it is allowed for that.
     limit_s = timeouts.gather_s + 2 * (timeouts.staging_s(0) + timeouts.round_s(0))
     began = time.monotonic()

@@ -6,10 +6,10 @@ from typing import Any
 
 from ray.actor import ActorHandle
 
-from ray_weightsync.config import Timeouts
 from ray_weightsync.errors import ConfigError, RoundAborted, WeightSyncError
 from ray_weightsync.fleet.link import CoordinatorLink
 from ray_weightsync.fleet.turns import Busy
+from ray_weightsync.fleet.values import Settings
 from ray_weightsync.report import SyncReport
 from ray_weightsync.trainer.sender import SnapshotSender, StagedWeights
 
@@ -25,16 +25,16 @@ class TrainerMixin:
         raise ConfigError(f"{type(self).__name__} must define weight_source()")
 
     def rws_send_weights(
-        self, session: str, coordinator: ActorHandle[Any], timeouts: Timeouts, version: int | str, busy: Busy
+        self, session: str, coordinator: ActorHandle[Any], settings: Settings, version: int | str, busy: Busy
     ) -> SyncReport:
         """Called by the session: send what `weight_source` returns."""
-        return self._rws_sender(session, coordinator, timeouts).send(self._rws_source(), version=version, busy=busy)
+        return self._rws_sender(session, coordinator, settings).send(self._rws_source(), version=version, busy=busy)
 
     def rws_stage_weights(
-        self, session: str, coordinator: ActorHandle[Any], timeouts: Timeouts, version: int | str, busy: Busy
+        self, session: str, coordinator: ActorHandle[Any], settings: Settings, version: int | str, busy: Busy
     ) -> StagedWeights:
         """Called by the session: stage what `weight_source` returns."""
-        return self._rws_sender(session, coordinator, timeouts).stage(self._rws_source(), version=version, busy=busy)
+        return self._rws_sender(session, coordinator, settings).stage(self._rws_source(), version=version, busy=busy)
 
     def rws_close(self, session: str) -> None:
         """Called by the session when it closes: unmap its slots."""
@@ -55,9 +55,9 @@ class TrainerMixin:
                 hint="mend it and call again",
             ) from error
 
-    def _rws_sender(self, session: str, coordinator: ActorHandle[Any], timeouts: Timeouts) -> SnapshotSender:
+    def _rws_sender(self, session: str, coordinator: ActorHandle[Any], settings: Settings) -> SnapshotSender:
         senders: dict[str, SnapshotSender] = self.__dict__.setdefault("_rws_senders", {})
         if session not in senders:
-            link = CoordinatorLink(session, coordinator, timeouts=timeouts)
-            senders[session] = SnapshotSender(session, link, timeouts=timeouts)
+            link = CoordinatorLink(session, coordinator, timeouts=settings.timeouts)
+            senders[session] = SnapshotSender(session, link, settings=settings)
         return senders[session]

@@ -1,10 +1,11 @@
-"""How a trainer's weights get into a snapshot, and the snapshot to the fleet.
+"""How a trainer's weights get into a snapshot and the snapshot to the fleet, or straight to the fleet.
 
 ::
 
     trainer      metadata -> plan -> open ........ pack, digest ......... seal+commit .............. report
     coordinator              |-> allot, preflight (while the sender packs)  |-> pause, update, commit, resume
     with overlap             |-> preflight, pause, start, update (while the sender packs) .. seal -> outcome, commit, resume
+    broadcast                |-> preflight, pause, start, group -> update (while the sender sends) .. seal -> outcome, commit, resume
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import dataclasses
 import logging
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import ray
+import torch
 
-from ray_weightsync.config import Timeouts, version_label
+from ray_weightsync.config import Collective, Host, Timeouts, version_label
 from ray_weightsync.errors import ConfigError, RoundAborted, WeightSyncError
 from ray_weightsync.fleet.actor import revive
 from ray_weightsync.fleet.cluster import Process
@@ -26,7 +29,10 @@ from ray_weightsync.fleet.link import CoordinatorLink, CoordinatorLost
 from ray_weightsync.fleet.turns import Busy
 from ray_weightsync.fleet.values import Sealed, Settings, Ticket
 from ray_weightsync.report import SyncReport
+from ray_weightsync.trainer.broadcasting import Broadcasting, Kept
+from ray_weightsync.transports.collective.rendezvous import Meeting
 from ray_weightsync.transports.host.writer import SlotWriter
+from ray_weightsync.weights.packing import Packed
 from ray_weightsync.weights.plan import Plan
 from ray_weightsync.weights.sources import SourceLike, WeightSource, as_source
 
@@ -60,13 +66,14 @@ class SnapshotSender:
     Args:
         session: The session's name.
         link: The way to its coordinator.
-        timeouts: The session's deadlines; every wait here is longer than the coordinator's own for the same thing.
+        settings: The session's. Every wait here is longer than the coordinator's own for the same thing.
     """
 
-    def __init__(self, session: str, link: CoordinatorLink, *, timeouts: Timeouts) -> None:
+    def __init__(self, session: str, link: CoordinatorLink, *, settings: Settings) -> None:
         self._session = session
         self._link = link
-        self._timeouts = timeouts
+        self._transport = settings.transport
+        self._timeouts = settings.timeouts
         self._me = Process.this()
         self._writer = SlotWriter()
         self._plans: dict[tuple[Any, ...], Plan] = {}
@@ -74,12 +81,18 @@ class SnapshotSender:
 
     def send(self, source: SourceLike, *, version: int | str, busy: Busy = "wait") -> SyncReport:
         """Stage and commit; the turn is kept in between."""
+        if isinstance(self._transport, Collective):
+            with Broadcasting(self._link, self._transport, self._timeouts) as broadcasting:
+                return self._send(source, version, busy, broadcasting)
+        return self._send(source, version, busy, None)
+
+    def _send(self, source: SourceLike, version: int | str, busy: Busy, broadcasting: Broadcasting | None) -> SyncReport:
         began = time.monotonic()
-        weights, plan, ticket = self._open(source, version, busy)
+        weights, plan, ticket = self._open(source, version, busy, broadcasting)
         pending: Any = None
-        if ticket.address["overlap"]:
+        if broadcasting is not None or (ticket.address is not None and ticket.address["overlap"]):
             pending = self._link.submit("commit", ticket.snapshot, None, True)
-        sealed = self._pack(weights, plan, ticket, began, pending)
+        sealed = self._pack(weights, plan, ticket, began, pending, broadcasting)
         if pending is None:
             pending = self._link.submit("commit", ticket.snapshot, sealed, True)
         else:
@@ -96,9 +109,14 @@ class SnapshotSender:
 
     def stage(self, source: SourceLike, *, version: int | str, busy: Busy = "wait") -> StagedWeights:
         """Return when the snapshot is sealed and no replica refused it: the trainer may go on."""
+        if not isinstance(self._transport, Host):
+            raise ConfigError(
+                "stage_weights needs the host transport: a broadcast is received while the engines are paused, and nothing is kept before",
+                hint="send_weights, or attach(..., transport='host')",
+            )
         began = time.monotonic()
-        weights, plan, ticket = self._open(source, version, busy)
-        sealed = self._pack(weights, plan, ticket, began, None)
+        weights, plan, ticket = self._open(source, version, busy, None)
+        sealed = self._pack(weights, plan, ticket, began, None, None)
         self._link.answer(
             self._link.submit("seal", ticket.snapshot, sealed, False),
             "seal",
@@ -134,7 +152,9 @@ class SnapshotSender:
         report: SyncReport = self._link.answer(pending, "commit", round_id=ticket.snapshot, limit_s=self._round_s(num_bytes))
         return report
 
-    def _open(self, source: SourceLike, version: int | str, busy: Busy) -> tuple[WeightSource, Plan, Ticket]:
+    def _open(
+        self, source: SourceLike, version: int | str, busy: Busy, broadcasting: Broadcasting | None
+    ) -> tuple[WeightSource, Plan, Ticket]:
         version_label(version)
         if busy not in ("wait", "raise"):
             raise ConfigError(f"busy must be 'wait' or 'raise', not {busy!r}")
@@ -143,24 +163,27 @@ class SnapshotSender:
         node_id = ray.get_runtime_context().get_node_id()
         # It may have to wait for the round of another sender first.
         limit_s = 2 * (self._timeouts.staging_s(plan.num_bytes) + self._round_s(plan.num_bytes))
-        ticket = None if plan.digest not in self._sent_plans else self._ticket(version, plan, None, node_id, busy, limit_s)
+        meeting = None if broadcasting is None else broadcasting.meeting
+        ticket = None if plan.digest not in self._sent_plans else self._ticket(version, plan, None, node_id, busy, meeting, limit_s)
         if ticket is None:  # the coordinator does not know this plan, forgot it among others, or is a successor
-            ticket = self._ticket(version, plan, plan.to_wire(), node_id, busy, limit_s)
+            ticket = self._ticket(version, plan, plan.to_wire(), node_id, busy, meeting, limit_s)
         assert ticket is not None, "it was given the plan"
         self._sent_plans.add(plan.digest)
         return weights, plan, ticket
 
-    def _ticket(self, version: int | str, plan: Plan, wire: Any, node_id: str, busy: Busy, limit_s: float) -> Ticket | None:
+    def _ticket(
+        self, version: int | str, plan: Plan, wire: Any, node_id: str, busy: Busy, meeting: Meeting | None, limit_s: float
+    ) -> Ticket | None:
         """The right to write a snapshot; None if the coordinator does not know the plan."""
         snapshot = uuid.uuid4().hex
-        pending = self._link.submit("open_snapshot", snapshot, version, plan.digest, wire, node_id, busy, self._me)
+        pending = self._link.submit("open_snapshot", snapshot, version, plan.digest, wire, node_id, busy, self._me, meeting)
         try:
             ticket: Ticket | None = self._link.wait(pending, "open_snapshot", limit_s=limit_s)
         except CoordinatorLost as lost:
             logger.warning("the coordinator of %s died when a round was opened; its successor is asked (%s)", self._session, lost)
             # Under another id: one that only seemed to be gone is not to give this one its turn later.
             self._link.ask("abandon", snapshot, "its sender lost the answer", limit_s=limit_s)
-            return None if wire is None else self._ticket(version, plan, wire, node_id, busy, limit_s)
+            return None if wire is None else self._ticket(version, plan, wire, node_id, busy, meeting, limit_s)
         except WeightSyncError:
             raise
         except BaseException as error:  # interrupted while it waited: it must not be given the turn later
@@ -179,9 +202,11 @@ class SnapshotSender:
             self._plans = {key: Plan.from_metadata(metadata)}
         return self._plans[key]
 
-    def _pack(self, source: WeightSource, plan: Plan, ticket: Ticket, began: float, pending: Any) -> Sealed:
+    def _pack(
+        self, source: WeightSource, plan: Plan, ticket: Ticket, began: float, pending: Any, broadcasting: Broadcasting | None
+    ) -> Sealed:
         try:
-            packed = self._writer.write(ticket.address, plan, source, progress_bytes=ticket.progress_bytes)
+            packed = self._written(source, plan, ticket, broadcasting)
         except BaseException as error:
             why = f"{type(error).__name__}: {error}"
             self._link.ask(
@@ -201,6 +226,19 @@ class SnapshotSender:
                 hint="mend the source and call again",
             ) from error
         return Sealed(digest=packed.digest, num_bytes=packed.num_bytes, num_tensors=packed.num_tensors, stage_s=time.monotonic() - began)
+
+    def _written(self, source: WeightSource, plan: Plan, ticket: Ticket, broadcasting: Broadcasting | None) -> Packed:
+        """Pack ``source`` into the slot, send it to whoever is met, or both, as the ticket says."""
+        if broadcasting is None:
+            assert ticket.address is not None, "what is not broadcast lies in a slot"
+            return self._writer.write(ticket.address, plan, source, progress_bytes=ticket.progress_bytes)
+        if ticket.address is None:
+            return broadcasting.send(ticket.snapshot, source, plan)
+
+        def fill(payload: torch.Tensor, progress: Callable[[int], None]) -> Packed:
+            return broadcasting.send(ticket.snapshot, source, plan, kept=Kept(payload, progress, ticket.progress_bytes))
+
+        return self._writer.fill(ticket.address, plan, fill)
 
     def _told(self, report: SyncReport, blocked_s: float) -> SyncReport:
         report = dataclasses.replace(report, trainer_blocked_s=blocked_s)
@@ -242,7 +280,7 @@ class WeightSender:
         coordinator = revive(name)
         settings: Settings = CoordinatorLink(name, coordinator, timeouts=Timeouts()).ask("settings", limit_s=Timeouts().connect_s)
         link = CoordinatorLink(name, coordinator, timeouts=settings.timeouts)
-        self._sender = SnapshotSender(name, link, timeouts=settings.timeouts)
+        self._sender = SnapshotSender(name, link, settings=settings)
 
     def send_weights(self, *, version: int | str, busy: Busy = "wait") -> SyncReport:
         """Bring every serving replica to ``version``. Errors as of `WeightSync.send_weights`."""

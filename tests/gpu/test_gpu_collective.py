@@ -72,7 +72,7 @@ def source_on_gpu() -> StateDictSource:
 
 def tell(process: subprocess.Popen[str], plan: Plan, server: RendezvousServer, limit_s: float) -> None:
     assert process.stdin is not None
-    update: dict[str, Any] = {"group": server.rendezvous.payload(1), "limit_s": limit_s}
+    update: dict[str, Any] = {"group": server.meeting.of(2).payload(1), "limit_s": limit_s}
     process.stdin.write(json.dumps([plan.to_wire(), update]) + "\n")
     process.stdin.flush()
 
@@ -104,8 +104,8 @@ def test_weights_go_from_gpu_to_gpu_and_are_attested(receiver: subprocess.Popen[
     plan = Plan.from_metadata(source.metadata())
     for _ in range(2):
         with (
-            RendezvousServer(world_size=2, backend="nccl", options=Collective(bucket_bytes=1 << 20)) as server,
-            BroadcastSender(server.rendezvous, limit_s=LIMIT_S) as sender,
+            RendezvousServer(backend="nccl", options=Collective(bucket_bytes=1 << 20)) as server,
+            BroadcastSender(server.meeting.of(2), limit_s=LIMIT_S) as sender,
         ):
             tell(receiver, plan, server, LIMIT_S)
             packed = sender.send(source, plan)
@@ -126,8 +126,8 @@ def test_a_source_that_stands_still_is_a_timeout_and_the_next_group_works(receiv
         assert over.wait(LIMIT_S)
 
     with (
-        RendezvousServer(world_size=2, backend="nccl", options=Collective(bucket_bytes=1 << 20)) as server,
-        BroadcastSender(server.rendezvous, limit_s=LIMIT_S) as sender,
+        RendezvousServer(backend="nccl", options=Collective(bucket_bytes=1 << 20)) as server,
+        BroadcastSender(server.meeting.of(2), limit_s=LIMIT_S) as sender,
     ):
         tell(receiver, plan, server, 20.0)
         with ThreadPoolExecutor(1) as pool:

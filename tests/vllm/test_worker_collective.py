@@ -38,8 +38,8 @@ def broadcast(engines: list[Driver], pairs: Pairs) -> tuple[Packed, RendezvousSe
     plan = plan_of(pairs)
     world_size = 1 + sum(engine.world_size for engine in engines)
     with (
-        RendezvousServer(world_size=world_size, options=Collective(bucket_bytes=BUCKET_BYTES), address="127.0.0.1") as server,
-        BroadcastSender(server.rendezvous, limit_s=CALL_LIMIT_S) as sender,
+        RendezvousServer(options=Collective(bucket_bytes=BUCKET_BYTES), address="127.0.0.1") as server,
+        BroadcastSender(server.meeting.of(world_size), limit_s=CALL_LIMIT_S) as sender,
         ThreadPoolExecutor(1) as pool,
     ):
         epoch = 1 + max(worker["epoch"] for engine in engines for worker in engine.describe())
@@ -53,7 +53,7 @@ def broadcast(engines: list[Driver], pairs: Pairs) -> tuple[Packed, RendezvousSe
         updates = []
         rank_offset = 1
         for engine in engines:
-            group = server.rendezvous.payload(rank_offset)
+            group = server.meeting.of(world_size).payload(rank_offset)
             rank_offset += engine.world_size
             common = {"round": engine.round, "epoch": epoch, "plan": plan.digest, "limit_s": CALL_LIMIT_S}
             updates.append(engine.handle.call.remote("update_weights", {"transport": "collective", "group": group, **common}))
@@ -65,7 +65,7 @@ def broadcast(engines: list[Driver], pairs: Pairs) -> tuple[Packed, RendezvousSe
 
 
 def expected_of(pairs: Pairs, packed: Packed, server: RendezvousServer) -> dict[str, Any]:
-    return {"plan": plan_of(pairs).digest, "snapshot": server.rendezvous.id, **vars(packed)}
+    return {"plan": plan_of(pairs).digest, "snapshot": server.meeting.id, **vars(packed)}
 
 
 def attest(engine: Driver, expected: dict[str, Any]) -> None:

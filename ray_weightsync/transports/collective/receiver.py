@@ -50,7 +50,7 @@ class CollectiveReceiver:
         """Prove that this process reaches the sender's store, by reading its nonce there.
 
         Args:
-            probe: What the `RendezvousServer`'s ``probe`` returned.
+            probe: What the sender's `Meeting` says (its ``probe``).
 
         Raises:
             GroupError: if it cannot be reached within `SEE_LIMIT_S`, or is another one.

@@ -40,15 +40,14 @@ class GroupError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rendezvous:
-    """What a rank must know to join a group. Plain values; Ray or JSON carries it.
+class Meeting:
+    """Where a sender is to be met, before it is known by whom. Plain values; Ray or JSON carries it.
 
     Attributes:
         id: The group's id, 32 hex digits.
         backend: ``"gloo"`` or ``"nccl"``.
         address: Address of the sender's store.
         port: Its port.
-        world_size: Ranks, the sender's included. At least 2.
         bucket_bytes: Most bytes in one broadcast.
         num_buckets: Buckets that each side holds at a time. At least 2.
         unique_id: NCCL's unique id in base64; None for gloo.
@@ -58,7 +57,6 @@ class Rendezvous:
     backend: BackendName
     address: str
     port: int
-    world_size: int
     bucket_bytes: int
     num_buckets: int
     unique_id: str | None = None
@@ -69,13 +67,40 @@ class Rendezvous:
             ("backend", self.backend in BACKENDS),
             ("address", isinstance(self.address, str) and self.address),
             ("port", is_int(self.port) and 0 < self.port < 1 << 16),
-            ("world_size", is_int(self.world_size) and self.world_size >= 2),
             ("bucket_bytes", is_int(self.bucket_bytes) and self.bucket_bytes >= MIN_BUCKET_BYTES),
             ("num_buckets", is_int(self.num_buckets) and self.num_buckets >= 2),
             ("unique_id", _is_unique_id(self.unique_id) if self.backend == "nccl" else self.unique_id is None),
         ):
             if not valid:
                 raise GroupError(f"a group cannot have {name}={getattr(self, name)!r:.80}")
+
+    def of(self, world_size: int) -> Rendezvous:
+        """The rendezvous of a group of that many ranks, the sender's included.
+
+        Raises:
+            GroupError: if there are fewer than 2.
+        """
+        return Rendezvous(**asdict(self), world_size=world_size)
+
+    def probe(self) -> dict[str, Any]:
+        """What a worker needs to prove that it reaches this place; see `CollectiveReceiver.see`."""
+        return {"address": self.address, "port": self.port, "nonce": self.id}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendezvous(Meeting):
+    """What a rank must know to join a group.
+
+    Attributes:
+        world_size: Ranks, the sender's included. At least 2.
+    """
+
+    world_size: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not is_int(self.world_size) or self.world_size < 2:
+            raise GroupError(f"a group cannot have world_size={self.world_size!r:.80}")
 
     def payload(self, rank_offset: int) -> dict[str, Any]:
         """The ``group`` of an ``update_weights`` payload for a replica whose workers have the ranks from ``rank_offset`` on."""
@@ -103,7 +128,6 @@ class RendezvousServer:
     """The store of one group, in the sender's process. A context manager; close it when the transfer is over, however it ended.
 
     Args:
-        world_size: Ranks, the sender's included.
         backend: ``"nccl"`` where sender and workers have GPUs, else ``"gloo"``.
         options: Bucket sizes, and the interface whose address the workers are told.
         address: The address to bind where ``options`` name no interface: the node's own as Ray knows it. None picks the one by
@@ -111,14 +135,13 @@ class RendezvousServer:
 
     Raises:
         ConfigError: if the interface is not there or has no IPv4 address, or the address is not this machine's.
-        GroupError: for a world size or backend that no group can have.
+        GroupError: for a backend that no group can have.
         ModuleNotFoundError: for ``"nccl"`` without nccl4py.
     """
 
     def __init__(
         self,
         *,
-        world_size: int,
         backend: BackendName = "gloo",
         options: Collective = DEFAULTS,
         address: str | None = None,
@@ -132,19 +155,18 @@ class RendezvousServer:
         self._store: TCPStore | None = None
         bound = _bound(address)
         try:
-            self.rendezvous = Rendezvous(
+            self.meeting = Meeting(
                 id=secrets.token_hex(16),
                 backend=backend,
                 address=address,
                 port=bound.getsockname()[1],
-                world_size=world_size,
                 bucket_bytes=options.bucket_bytes,
                 num_buckets=options.num_buckets,
                 unique_id=unique_id,
             )
             self._store = TCPStore(
                 address,
-                self.rendezvous.port,
+                self.meeting.port,
                 is_master=True,
                 wait_for_workers=False,
                 master_listen_fd=bound.fileno(),
@@ -153,11 +175,7 @@ class RendezvousServer:
         except BaseException:
             bound.close()
             raise
-        self._store.set(nonce_key(self.rendezvous.id), self.rendezvous.id)
-
-    def probe(self) -> dict[str, Any]:
-        """What a worker needs to prove that it reaches this store; see `CollectiveReceiver.see`."""
-        return {"address": self.rendezvous.address, "port": self.rendezvous.port, "nonce": self.rendezvous.id}
+        self._store.set(nonce_key(self.meeting.id), self.meeting.id)
 
     def close(self) -> None:
         """Close the store and its socket: whoever still waits for it fails at once. Idempotent."""

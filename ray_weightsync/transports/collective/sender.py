@@ -33,7 +33,7 @@ class BroadcastSender:
     Memory: ``num_buckets`` buffers of at most ``bucket_bytes``, in host memory for gloo, on the current GPU for NCCL.
 
     Args:
-        rendezvous: The group, as its `RendezvousServer` in this process made it. Close that one after the sender.
+        rendezvous: The group, met at a `RendezvousServer` of this process. Close that one after the sender.
         limit_s: Seconds from now for everything: for the others to join, for the source, for the slowest receiver.
     """
 

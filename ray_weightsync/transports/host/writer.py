@@ -28,6 +28,9 @@ from ray_weightsync.transports.host.pages import map_file, map_pages_in
 from ray_weightsync.weights.packing import Packed, join, pack
 from ray_weightsync.weights.plan import Plan
 
+Fill = Callable[[torch.Tensor, Callable[[int], None]], Packed]
+"""Writes a payload (flat uint8) from its start to its end, and tells the function it is given how many bytes are final."""
+
 
 class _MappedSlot:
     """A slot's file, open and mapped for writing."""
@@ -76,7 +79,7 @@ class SlotWriter:
         def fill(payload: torch.Tensor, progress: Callable[[int], None]) -> Packed:
             return pack(pairs, plan, payload, on_progress=progress, progress_bytes=progress_bytes)
 
-        return self._fill(address, plan, fill)
+        return self.fill(address, plan, fill)
 
     def copy(self, address: Mapping[str, Any], plan: Plan, pieces: Iterable[memoryview]) -> Packed:
         """Copy a packed payload of ``plan`` that comes in pieces into the slot, digesting what arrives.
@@ -89,9 +92,14 @@ class SlotWriter:
         def fill(payload: torch.Tensor, progress: Callable[[int], None]) -> Packed:
             return join(pieces, plan, payload, on_progress=progress)
 
-        return self._fill(address, plan, fill)
+        return self.fill(address, plan, fill)
 
-    def _fill(self, address: Mapping[str, Any], plan: Plan, fill: Callable[[torch.Tensor, Callable[[int], None]], Packed]) -> Packed:
+    def fill(self, address: Mapping[str, Any], plan: Plan, fill: Fill) -> Packed:
+        """Have ``fill`` write a packed payload of ``plan`` into the slot.
+
+        Raises:
+            SlotError, OSError, Exception: as of `write`.
+        """
         at = check_address(address)
         if at["plan"] != plan.digest or at["num_bytes"] != plan.num_bytes:
             raise SlotError(f"slot {at['name']} was opened for plan {at['plan']}, not for {plan.digest} ({plan.num_bytes} bytes)")

@@ -60,8 +60,8 @@ class Broadcast:
     sender: BroadcastSender = field(init=False)
 
     def __enter__(self) -> Broadcast:
-        self.server = RendezvousServer(world_size=self.world_size, options=Collective(bucket_bytes=4096), address="127.0.0.1")
-        self.sender = BroadcastSender(self.server.rendezvous, limit_s=self.limit_s)
+        self.server = RendezvousServer(options=Collective(bucket_bytes=4096), address="127.0.0.1")
+        self.sender = BroadcastSender(self.server.meeting.of(self.world_size), limit_s=self.limit_s)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -75,14 +75,19 @@ class Broadcast:
         call(engines, "pause_generation", mode="keep", clear_cache=False)
         call(engines, "start_weight_update")
         updates = [
-            {"transport": "collective", "plan": PLAN.digest, "group": self.server.rendezvous.payload(rank), **self._common()}
+            {
+                "transport": "collective",
+                "plan": PLAN.digest,
+                "group": self.server.meeting.of(self.world_size).payload(rank),
+                **self._common(),
+            }
             for rank, _ in enumerate(engines, 1)
         ]
         return [engine.update_weights.remote({"update_info": update}) for engine, update in zip(engines, updates, strict=True)]
 
     def attest(self, engines: list[Any], packed: Packed) -> None:
         call(engines, "finish_weight_update")
-        expected = {"plan": PLAN.digest, "snapshot": self.server.rendezvous.id, **vars(packed)}
+        expected = {"plan": PLAN.digest, "snapshot": self.server.meeting.of(self.world_size).id, **vars(packed)}
         call(engines, "init_weight_transfer_engine", {"init_info": {"op": "outcome", "expected": expected, **self._common()}})
         call(engines, "resume_generation")
 

@@ -99,12 +99,13 @@ class Group:
 
     def __init__(self, world_size: int, *, limit_s: float = LIMIT_S, bucket_bytes: int = BUCKET_BYTES, num_buckets: int = 2) -> None:
         options = Collective(bucket_bytes=bucket_bytes, num_buckets=num_buckets)
-        self.server = RendezvousServer(world_size=world_size, options=options, address="127.0.0.1")
-        self.sender = BroadcastSender(self.server.rendezvous, limit_s=limit_s)
+        self.server = RendezvousServer(options=options, address="127.0.0.1")
+        self.rendezvous = self.server.meeting.of(world_size)
+        self.sender = BroadcastSender(self.rendezvous, limit_s=limit_s)
         self.world_size = world_size
 
     def update(self, rank: int, *, limit_s: float = LIMIT_S) -> dict[str, Any]:
-        return {"group": self.server.rendezvous.payload(rank), "limit_s": limit_s}
+        return {"group": self.rendezvous.payload(rank), "limit_s": limit_s}
 
     def open(self, rank: int, plan: Plan, *, limit_s: float = LIMIT_S) -> CollectiveDelivery:
         return CollectiveReceiver().open(plan, self.update(rank, limit_s=limit_s))

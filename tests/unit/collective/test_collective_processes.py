@@ -57,9 +57,9 @@ def pairs():
     sys.stdin.read()
 
 plan = Plan.from_metadata([ParamMeta("t0", torch.float32, (1024,)), ParamMeta("t1", torch.float32, (1024,))])
-server = RendezvousServer(world_size=3, options=Collective(bucket_bytes=4096), address="127.0.0.1")
-print(json.dumps([plan.to_wire(), [server.rendezvous.payload(rank) for rank in (1, 2)]]), flush=True)
-BroadcastSender(server.rendezvous, limit_s=3600).send(pairs(), plan)
+server = RendezvousServer(options=Collective(bucket_bytes=4096), address="127.0.0.1")
+print(json.dumps([plan.to_wire(), [server.meeting.of(3).payload(rank) for rank in (1, 2)]]), flush=True)
+BroadcastSender(server.meeting.of(3), limit_s=3600).send(pairs(), plan)
 """
 
 

@@ -37,8 +37,8 @@ def can_bind(port: int) -> bool:
 
 
 def test_the_socket_is_bound_from_the_start_and_free_after_the_end() -> None:
-    with RendezvousServer(world_size=2, address="127.0.0.1") as server:
-        port = server.rendezvous.port
+    with RendezvousServer(address="127.0.0.1") as server:
+        port = server.meeting.port
         assert not can_bind(port)
         server.close()
         assert can_bind(port)
@@ -46,14 +46,14 @@ def test_the_socket_is_bound_from_the_start_and_free_after_the_end() -> None:
 
 
 def test_every_group_is_another_one() -> None:
-    with RendezvousServer(world_size=2, address="127.0.0.1") as one, RendezvousServer(world_size=2, address="127.0.0.1") as other:
-        assert one.rendezvous.id != other.rendezvous.id
-        assert one.rendezvous.port != other.rendezvous.port
+    with RendezvousServer(address="127.0.0.1") as one, RendezvousServer(address="127.0.0.1") as other:
+        assert one.meeting.id != other.meeting.id
+        assert one.meeting.port != other.meeting.port
 
 
 def test_ray_and_json_carry_it() -> None:
-    with RendezvousServer(world_size=3, options=Collective(bucket_bytes=8192, num_buckets=3), address="127.0.0.1") as server:
-        rendezvous = server.rendezvous
+    with RendezvousServer(options=Collective(bucket_bytes=8192, num_buckets=3), address="127.0.0.1") as server:
+        rendezvous = server.meeting.of(3)
     assert pickle.loads(pickle.dumps(rendezvous)) == rendezvous
     assert Rendezvous.from_payload(json.loads(json.dumps(rendezvous.payload(2)))) == (rendezvous, 2)
     assert (rendezvous.bucket_bytes, rendezvous.num_buckets) == (8192, 3)
@@ -98,23 +98,23 @@ def test_nccl_needs_a_unique_id_in_base64() -> None:
 
 def test_an_interface_is_known_by_its_name() -> None:
     assert address_of("lo") == "127.0.0.1"
-    with RendezvousServer(world_size=2, options=Collective(interface="lo")) as server:
-        assert server.rendezvous.address == "127.0.0.1"
+    with RendezvousServer(options=Collective(interface="lo")) as server:
+        assert server.meeting.address == "127.0.0.1"
     with pytest.raises(ConfigError, match=r"'nowhere0' has no IPv4 address here .* there are: .*lo"):
         address_of("nowhere0")
 
 
 def test_an_address_that_is_not_this_machines_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1"):
-        RendezvousServer(world_size=2, address="192.0.2.1")
+        RendezvousServer(address="192.0.2.1")
     with pytest.raises(GroupError, match="world_size"):
-        RendezvousServer(world_size=1, address="127.0.0.1")
+        RendezvousServer(address="127.0.0.1").meeting.of(1)
 
 
 def test_a_worker_proves_that_it_reaches_the_senders_store_and_no_other() -> None:
     receiver = CollectiveReceiver()
-    with RendezvousServer(world_size=2, address="127.0.0.1") as server:
-        probe = server.probe()
+    with RendezvousServer(address="127.0.0.1") as server:
+        probe = server.meeting.probe()
         receiver.see(probe)
         receiver.see(probe)
         with pytest.raises(GroupError, match="is not the sender's"):
@@ -126,7 +126,7 @@ def test_a_worker_proves_that_it_reaches_the_senders_store_and_no_other() -> Non
 
 def test_a_store_that_is_not_there_is_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray_weightsync.transports.collective.receiver.SEE_LIMIT_S", 0.2)
-    with RendezvousServer(world_size=2, address="127.0.0.1") as server:
-        probe = server.probe()
+    with RendezvousServer(address="127.0.0.1") as server:
+        probe = server.meeting.probe()
     with pytest.raises(GroupError, match=r"cannot be reached from here within 0\.2 s"):
         CollectiveReceiver().see(probe)

@@ -30,7 +30,7 @@ def test_every_receiver_gets_every_tensor_and_attests_the_sources_digest(group: 
     packed = made.sender.send(source, plan)
     assert packed.digest == weights_digest(source)
     assert (packed.num_bytes, packed.num_tensors) == (plan.weight_bytes, len(plan.tensors))
-    attested = Received(snapshot=made.server.rendezvous.id, digest=packed.digest, num_bytes=packed.num_bytes, num_tensors=10)
+    attested = Received(snapshot=made.rendezvous.id, digest=packed.digest, num_bytes=packed.num_bytes, num_tensors=10)
     for receiver in receivers:
         tensors, received = receiver.result()
         assert received == attested
