@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from typing import Any
 
 import ray
 import torch
@@ -65,7 +66,7 @@ def main() -> int:
             return train(trainers, sync)
 
 
-def train(trainers: list[ray.actor.ActorHandle], sync: rws.WeightSync) -> int:
+def train(trainers: list[ray.actor.ActorHandle[Any]], sync: rws.WeightSync) -> int:
     inputs = torch.ones(4, 64)
     for version in range(1, STEPS + 1):
         gradients = ray.get([trainer.gradients.remote() for trainer in trainers], timeout=60)

@@ -39,7 +39,7 @@ NOTICED_WITHIN_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where one trainer or engine belongs. Picklable.
+    """Where one trainer or engine belongs, as it was found when it was reserved. Picklable.
 
     Attributes:
         role: What it is a place for.
@@ -132,6 +132,8 @@ class Placed:
 
     def vacant_engine(self) -> Place:
         """A place for an engine in which none is, such as where a lost one was. It is not told again for a few seconds.
+
+        What is free in its bundle tells, so trainers that share bundles with engines have to be there already.
 
         Raises:
             AttachError: if all are taken, and none is left within those seconds: Ray takes a moment to notice the end of an actor.
@@ -238,8 +240,8 @@ def _check(ask: Ask, timeout_s: object) -> None:
     if not isinstance(ask.gpus, bool):
         raise ConfigError(f"gpus must be True or False, not {ask.gpus!r}; how many follows from trainers and engines")
     require_amount("cpus_per_process", ask.cpus_per_process)
-    if not ask.gpus and not ask.cpus_per_process:
-        raise ConfigError("cpus_per_process must be more than 0 where no GPUs are reserved: there is nothing else to reserve")
+    if not ask.cpus_per_process:
+        raise ConfigError("cpus_per_process must be more than 0 (it may be a fraction): by its CPUs a place is seen to be taken")
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
         raise ConfigError(f"timeout_s must be a positive number of seconds, not {timeout_s!r}")
     needs = {"separate": ask.trainers + ask.engines, "colocated": min(ask.trainers, ask.engines), "engine_per_node": ask.engines}

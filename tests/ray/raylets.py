@@ -6,6 +6,7 @@ So what needs several nodes runs in a `Driver`: a process that is connected to t
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -65,7 +66,7 @@ class Driver:
 
 
 def _connect(address: str) -> None:
-    ray.init(address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+    ray.init(address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
 
 
 class Raylets:

@@ -140,7 +140,7 @@ def test_a_session_spawns_into_the_places_and_a_new_engine_comes_to_the_place_of
         ({"engines": -1}, "engines must be an int of at least 0"),
         ({"engines": 1, "tensor_parallel_size": 0}, "tensor_parallel_size must be an int of at least 1"),
         ({"engines": 1, "gpus": 4}, "gpus must be True or False"),
-        ({"engines": 1, "gpus": False, "cpus_per_process": 0}, "there is nothing else to reserve"),
+        ({"engines": 1, "cpus_per_process": 0}, "cpus_per_process must be more than 0"),
         ({"engines": 1, "timeout_s": 0}, "timeout_s must be a positive number"),
     ],
 )

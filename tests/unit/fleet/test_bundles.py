@@ -146,8 +146,8 @@ def test_amounts_that_ray_tells_inexactly_are_enough() -> None:
 def test_what_is_asked_for_is_said_in_one_line() -> None:
     ask = Ask(trainers=3, engines=2, tensor_parallel_size=2, layout="colocated")
     assert asked_for(groups_for(ask)) == "1 x engine + 2 trainers (4 CPU, 2 GPU); 1 x engine + trainer (3 CPU, 2 GPU)"
-    apart = Ask(trainers=1, engines=2, layout="engine_per_node", cpus_per_process=0)
-    assert asked_for(groups_for(apart)) == "2 x engine (1 GPU) on a node of its own; 1 x trainer (1 GPU)"
+    apart = Ask(trainers=1, engines=2, layout="engine_per_node", cpus_per_process=0.5)
+    assert asked_for(groups_for(apart)) == "2 x engine (0.5 CPU, 1 GPU) on a node of its own; 1 x trainer (0.5 CPU, 1 GPU)"
 
 
 def test_a_node_says_what_it_has() -> None:
