@@ -199,7 +199,7 @@ class _Broadcasting(Member):
             failure: Exception = TimeoutError(f"waited {self._deadline.limit_s:.1f} s for the slowest receiver; {self.progress()}")
         except GroupError as error:
             failure = error
-        self.halt()
+            self.halt()  # at the deadline it ends by itself, and knows for whom it waited
         wait(2 * FAILED_FAREWELL_S)  # raises what this thread makes of it, which says more
         raise failure
 

@@ -41,7 +41,8 @@ def leaves_nothing() -> Iterator[None]:
     for thread in set(threading.enumerate()) - threads:
         thread.join(LIMIT_S)
         assert not thread.is_alive(), thread.name
-    gc.collect()  # an exception's frames may hold a store
+    if sockets() != num_sockets:
+        gc.collect()  # an exception's frames may hold a store
     assert sockets() == num_sockets
     assert not dist.is_initialized()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ray_weightsync.transports.collective.buckets import cut
@@ -17,12 +17,14 @@ plans = st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 40),
     lambda layout: Plan.from_metadata(ParamMeta(f"t{number}", dtype, tuple(shape)) for number, (dtype, shape) in enumerate(layout))
 )
 sizes = st.integers(ALIGN, 20_000)
+QUICK = settings(deadline=None, print_blob=True, max_examples=60)
 
 
 def plan_of(*layout: tuple[torch.dtype, int]) -> Plan:
     return Plan.from_metadata(ParamMeta(f"t{number}", dtype, (numel,)) for number, (dtype, numel) in enumerate(layout))
 
 
+@QUICK
 @given(plans, sizes)
 def test_buckets_hold_every_tensor_once_and_in_order_and_tile_the_payload(plan: Plan, bucket_bytes: int) -> None:
     buckets = cut(plan, bucket_bytes)
@@ -31,6 +33,7 @@ def test_buckets_hold_every_tensor_once_and_in_order_and_tile_the_payload(plan: 
     assert buckets[-1].stop == plan.num_bytes
 
 
+@QUICK
 @given(plans, sizes)
 def test_a_bucket_is_as_full_as_whole_tensors_make_it_and_larger_only_for_one(plan: Plan, bucket_bytes: int) -> None:
     buckets = cut(plan, bucket_bytes)
@@ -40,6 +43,7 @@ def test_a_bucket_is_as_full_as_whole_tensors_make_it_and_larger_only_for_one(pl
         assert following.tensors[0].end - bucket.start > bucket_bytes
 
 
+@QUICK
 @given(plans, sizes)
 def test_no_broadcast_is_larger_than_a_buffer_and_together_they_are_the_bucket(plan: Plan, bucket_bytes: int) -> None:
     for bucket in cut(plan, bucket_bytes):
@@ -50,6 +54,7 @@ def test_no_broadcast_is_larger_than_a_buffer_and_together_they_are_the_bucket(p
         assert len(pieces) <= 1 or len(bucket.tensors) == 1
 
 
+@QUICK
 @given(plans, st.integers(1, 20_000))
 def test_vllms_cut_comes_after_the_tensor_that_exceeds_the_size(plan: Plan, size: int) -> None:
     cuts = packed_cuts(plan, size)

@@ -60,7 +60,7 @@ def test_another_packages_backend_of_that_name_is_an_error(registry: Registry) -
 
 
 def test_the_receivers_are_a_fixed_table(plugin: Any) -> None:
-    assert list(plugin.receivers()) == ["host"]
+    assert list(plugin.receivers()) == ["host", "collective"]
     assert plugin.receivers()["host"] is not plugin.receivers()["host"]
 
 
