@@ -234,8 +234,9 @@ async def start_store(
     # A store that restarted would be an empty one behind a handle that promises snapshots; 0 CPUs, since it must never wait for a slot
     # that engines hold.
     detached = {} if name is None else {"name": name, "namespace": namespace, "lifetime": "detached"}
+    as_actor: Any = ray.remote(concurrency_groups={_RELAYS: _RELAY_CONCURRENCY})  # type: ignore[call-overload]
     handle: Any = (
-        ray.remote(concurrency_groups={_RELAYS: _RELAY_CONCURRENCY})(SnapshotStoreActor)
+        as_actor(SnapshotStoreActor)
         .options(
             num_cpus=0,
             max_concurrency=_CONCURRENCY,
