@@ -162,6 +162,9 @@ def heeding(store: GroupStore | None, wait: Callable[[float], Answer | None], de
 def connected(address: str, port: int, deadline: Deadline) -> TCPStore:
     """A connection to the store at this address.
 
+    torch looks up the name of every address it connects to: a name server that does not answer costs each connection its own timeout
+    (5 s a try unless RES_OPTIONS says otherwise; seen on torch 2.13, over loopback too).
+
     Raises:
         GroupError: if it cannot be reached in time.
     """
@@ -170,7 +173,7 @@ def connected(address: str, port: int, deadline: Deadline) -> TCPStore:
     except DistError as error:
         raise GroupError(
             f"the sender's store at {address}:{port} cannot be reached from here within {deadline.limit_s:.1f} s: {error};"
-            " is another interface meant (Collective(interface=...)), or a firewall in between?"
+            " is another interface meant (Collective(interface=...)), is a firewall in between, or does the name server not answer?"
         ) from error
 
 

@@ -131,7 +131,7 @@ class Session:
 
 def _coordinator_and_store(actor: Any) -> dict[str, Any]:
     """Run in the coordinator: the test's own process must not hold a connection to the store."""
-    (store,) = actor._coordinator._parts.staging._stores._actors.values()
+    (store,) = actor._coordinator._parts.staging.copies.stores._actors.values()
     name = ray.get(store.probe.remote())["name"]
     return {
         "coordinator": os.getpid(),
