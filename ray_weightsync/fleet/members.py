@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
-from typing import Any
 
 from ray_weightsync.errors import CallFailure, FleetTorn, RoundAborted
 from ray_weightsync.fleet.homes import home_of
@@ -103,19 +102,24 @@ async def unable(replicas: Iterable[Replica], snapshot: Snapshot, log: RoundLog,
 
 async def _sources(snapshot: Snapshot, parts: Parts) -> Callable[[Replica], Awaitable[Source]]:
     """Finds where a replica is to have the bytes from: the sender itself, or its own node, where a copy is begun if there is none."""
-    if (broadcast := snapshot.broadcast) is not None:
+    nodes = await _nodes(parts) if snapshot.kept else {}
+    copies, broadcast = parts.staging.copies, snapshot.broadcast
 
-        async def meeting() -> dict[str, Any]:
-            return broadcast.meeting.probe()
+    async def source_for(replica: Replica) -> Source:
+        # Of a broadcast, too: should it fail, this is where the replica would be brought back from.
+        replica.home = home_of(replica.engine.facts, nodes, origin=snapshot.origin)
+        if broadcast is not None:
+            return Source("collective", broadcast.meeting.probe())
+        copy = await copies.allotted(snapshot, replica.home)
+        return Source("host", partial(copies.probe, copy.node_id), copy.store)
 
-        async def sender(replica: Replica) -> Source:
-            return Source("collective", meeting)
+    return source_for
 
-        return sender
 
-    copies, limit_s = parts.staging.copies, parts.timeouts.preflight_s
+async def _nodes(parts: Parts) -> dict[str, str]:
+    limit_s = parts.timeouts.preflight_s
     try:
-        nodes = await asyncio.wait_for(copies.stores.nodes(), limit_s)
+        return await asyncio.wait_for(parts.staging.copies.stores.nodes(), limit_s)
     except Exception as error:
         raise RoundAborted(
             f"Nothing changed: {parts.roster.serves()}. Ray did not tell which nodes there are.",
@@ -124,10 +128,3 @@ async def _sources(snapshot: Snapshot, parts: Parts) -> Callable[[Replica], Awai
             engine_message=words(error) or type(error).__name__,
             hint="look after Ray's head node and call again",
         ) from error
-
-    async def own_node(replica: Replica) -> Source:
-        replica.home = home_of(replica.engine.facts, nodes, origin=snapshot.origin)
-        copy = await copies.allotted(snapshot, replica.home)
-        return Source("host", partial(copies.probe, copy.node_id), copy.store)
-
-    return own_node

@@ -37,12 +37,12 @@ class Source:
 
     Attributes:
         transport: The receiver that is asked.
-        probe: Fetches what it is shown.
+        probe: What it is shown, or a function that fetches it.
         store: Identity of a snapshot store, which is seen once per incarnation; None for what is new in every round.
     """
 
     transport: str
-    probe: Callable[[], Awaitable[dict[str, Any]]]
+    probe: dict[str, Any] | Callable[[], Awaitable[dict[str, Any]]]
     store: str | None = None
 
 
@@ -139,7 +139,8 @@ async def check(
         raise StepFailed(PHASE, CallFailure(message=why, kind=kind, elapsed_s=0.0), timeouts.preflight_s)
     source = await source_for(replica)
     if source.store is None or source.store not in replica.stores:
-        info = {"op": "see", "transport": source.transport, "probe": await source.probe()}
+        probe = source.probe if isinstance(source.probe, dict) else await source.probe()
+        info = {"op": "see", "transport": source.transport, "probe": probe}
         await step(replica, PHASE, INIT, info, limit_s=timeouts.preflight_s, timeline=timeline)
         if source.store is not None:
             replica.stores.add(source.store)

@@ -64,6 +64,13 @@ class Member(threading.Thread, ABC):
         else:
             self._leave(communicator, store)
 
+    def give_up(self, error: BaseException) -> None:
+        """Tell the others why this side ends, whatever this thread is blocked in, and end it as soon as that can be interrupted."""
+        if self.store is not None:
+            with contextlib.suppress(GroupError):  # nobody is left to be told
+                self.store.fail(_words(error))
+        self.halt()
+
     def halt(self) -> None:
         """End it as soon as the backend can be interrupted. Idempotent."""
         self._halted = True
@@ -97,7 +104,7 @@ class Member(threading.Thread, ABC):
 
     def _told(self, error: BaseException) -> tuple[str, str]:
         """What the group fails for, now that the others know it too, and who of them is not heard of any more."""
-        words = str(error) if isinstance(error, GroupError | TimeoutError) else words_of(error)
+        words = _words(error)
         store, communicator = self.store, self._communicator
         gone = ""
         try:
@@ -116,3 +123,7 @@ class Member(threading.Thread, ABC):
                 if self._rank == SENDER and (silent := store.silent(FAILED_FAREWELL_S)):
                     gone = f"; nothing more was heard of rank {', '.join(map(str, silent))}"
         return words, gone
+
+
+def _words(error: BaseException) -> str:
+    return str(error) if isinstance(error, GroupError | TimeoutError) else words_of(error)

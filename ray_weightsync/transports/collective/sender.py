@@ -42,6 +42,7 @@ class BroadcastSender:
         self._deadline = Deadline(limit_s)
         self._pieces: Handover[torch.Tensor] = Handover(rendezvous.num_buckets)
         self._thread: _Broadcasting | None = None
+        self._sent = False
 
     def send(self, pairs: Iterable[tuple[str, torch.Tensor]], plan: Plan, *, on_packed: OnPacked | None = None) -> Packed:
         """Join the group and send everything.
@@ -72,17 +73,21 @@ class BroadcastSender:
             packed = pack_each(pairs, plan, _Packer(self._pieces, plan, thread, self._rendezvous, on_packed).place)
             self._pieces.finish()
             thread.wait(self._pieces.wait_used)
+            self._sent = True
             return packed
         except BaseException as error:
             self._pieces.fail(error)
-            thread.halt()
+            thread.give_up(error)
             raise
 
     def abort(self, reason: str) -> None:
         """End `send`, from another thread. The receivers are told ``reason``. What was sent completely stays sent. Idempotent."""
-        self._pieces.fail(GroupError(reason))
+        if self._sent:
+            return
+        error = GroupError(reason)
+        self._pieces.fail(error)
         if self._thread is not None:
-            self._thread.halt()
+            self._thread.give_up(error)
 
     def close(self) -> None:
         """Wait until every receiver has all it needs, at most a few seconds, and free everything. Idempotent.
