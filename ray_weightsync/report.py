@@ -173,6 +173,7 @@ class FleetStatus:
         replicas: One `ReplicaStatus` per replica.
         sequence: Grows by one with every change; for watchers.
         ordinals: Place in the order of commits of each of the last 100 versions, oldest first; a version adopted at attach has 0.
+        ranks: Who had which ranks in the group of the last broadcast, in one line; None if there was none.
     """
 
     name: str
@@ -184,6 +185,7 @@ class FleetStatus:
     replicas: tuple[ReplicaStatus, ...]
     sequence: int
     ordinals: Mapping[str, int] = field(default_factory=dict)
+    ranks: str | None = None
 
     @property
     def committed(self) -> tuple[str, ...]:
@@ -201,4 +203,6 @@ class FleetStatus:
         rows.extend(
             f"  {each.id}: {each.state}, version {each.version}" + (f", {each.error}" if each.error else "") for each in self.replicas
         )
+        if self.ranks is not None:
+            rows.append(f"  {self.ranks}")
         return "\n".join(rows)

@@ -7,8 +7,7 @@ directly before they start; and should one of them be lost, the sender is told, 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ray_weightsync.errors import CallFailure, ConfigError, RoundAborted
@@ -19,18 +18,18 @@ if TYPE_CHECKING:
     from ray_weightsync.fleet.replica import Replica
     from ray_weightsync.transports.collective.rendezvous import Meeting
 
-logger = logging.getLogger(__name__)
-
 
 class Broadcast:
     """A group of the sender and every worker, for one round.
 
     Args:
         meeting: Where the sender is to be met.
+        on_group: Told who has which ranks, when the group is made.
     """
 
-    def __init__(self, meeting: Meeting) -> None:
+    def __init__(self, meeting: Meeting, *, on_group: Callable[[str], None] = lambda table: None) -> None:
         self.meeting = meeting
+        self._on_group = on_group
         loop = asyncio.get_running_loop()
         self._group: asyncio.Future[Group | None] = loop.create_future()
         self._ended: asyncio.Future[str | None] = loop.create_future()
@@ -47,7 +46,7 @@ class Broadcast:
         if self._ended.done():
             raise StepFailed("stage", CallFailure(message=str(self._ended.result()), kind="raised", elapsed_s=0.0), 0.0)
         group = ranks_of(replicas)
-        logger.info("%s", group.table())
+        self._on_group(group.table())
         rendezvous = self.meeting.of(group.world_size)
         if not self._group.done():
             self._group.set_result(group)

@@ -64,28 +64,29 @@ def promises(
         )
     if broadcast:
         missing.append("a replica that is lost while bytes move takes the others of its round with it")
-    elif settings.on_failure.after_start == "quarantine":
-        given.append("a lost replica does not stop the others")
+    if settings.on_failure.after_start == "quarantine":
+        given.extend([] if broadcast else ["a lost replica does not stop the others"])
     elif first:
         missing.append("all or none: nothing was committed before that could be gone back to, so what failed would have been fenced")
     else:
         given.append("all or none")
     if settings.cache != "recompute":
         given.append(f"cache policy {settings.cache!r}")
+    of_engines: list[str] = []
     for replica in replicas:
         facts, channel = replica.engine.facts, replica.engine.channel
         unjudged = {each for worker in facts.workers for each in worker.unjudged.get(snapshot.plan.digest, ())}
-        missing.extend(f"{replica.id}: {each}" for each in sorted(unjudged))
+        of_engines.extend(f"{replica.id}: {each}" for each in sorted(unjudged))
         if facts.kind == "sync":
-            missing.append(
+            of_engines.append(
                 f"{replica.id}: a synchronous LLM has no pause; requests wait for the actor's turn, and a torn one is not fenced"
             )
         elif not channel.supports(PAUSE):
-            missing.append(f"{replica.id}: it cannot be paused by its client; a request during the update may end the engine")
+            of_engines.append(f"{replica.id}: it cannot be paused by its client; a request during the update may end the engine")
         if not channel.supports(SET_VERSION):
-            missing.append(f"{replica.id}: it keeps no version label, so a torn state leaves no mark on it")
-    if not missing:
+            of_engines.append(f"{replica.id}: it keeps no version label, so a torn state leaves no mark on it")
+    if not of_engines:
         given.insert(0, "plan checked on a meta twin before anything changed")
         if settings.cache == "recompute":
             given.append("caches of old weights dropped before resume")
-    return tuple(given), tuple(missing)
+    return tuple(given), (*missing, *of_engines)

@@ -42,6 +42,7 @@ class Roster:
         self.epoch = 0
         self.phase = "idle"
         self.round_id: str | None = None
+        self.ranks: str | None = None
         self.ordinals: dict[str, int] = {}
         self.on_change: Callable[[], None] = lambda: None
         self.sequence = 0
@@ -143,6 +144,7 @@ class Roster:
             replicas=tuple(replica.status() for replica in self.replicas.values()),
             sequence=self.sequence,
             ordinals=dict(list(self.ordinals.items())[-100:]),
+            ranks=self.ranks,
         )
 
     def changed(self, phase: str | None = None) -> None:

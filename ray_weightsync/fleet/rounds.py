@@ -107,7 +107,7 @@ class Rounds:
             broadcast, kept = None, True
             if meeting is not None:
                 transport = self._settings.transport
-                broadcast, kept = Broadcast(meeting), isinstance(transport, Host) or transport.keep_snapshot
+                broadcast, kept = Broadcast(meeting, on_group=self._grouped), isinstance(transport, Host) or transport.keep_snapshot
                 log.transport = "collective"
             serves = self._roster.serves()
             snapshot = await self._staging.open(log, version, label, known, node_id, serves, kept=kept, broadcast=broadcast)
@@ -151,6 +151,10 @@ class Rounds:
             RoundAborted: if there is no such round.
         """
         return await self._broadcast(snapshot_id).ended()
+
+    def _grouped(self, table: str) -> None:
+        logger.info("%s", table)
+        self._roster.ranks = table
 
     def _broadcast(self, snapshot_id: str) -> Broadcast:
         broadcast = self._staging.require(snapshot_id, self._roster.serves()).broadcast

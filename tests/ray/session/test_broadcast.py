@@ -100,6 +100,7 @@ def test_every_engine_serves_what_was_broadcast_and_the_report_says_how(start_fl
         assert report.weights_digest == rws.weights_digest(rws.ModuleSource(module))
         assert any("nobody can be healed" in each for each in report.missing)
         assert any("takes the others of its round with it" in each for each in report.missing)
+    assert fleet.sync.status().ranks == "group of 4: 0 sender | 1 r0 | 2 r1 | 3 r2"
     assert slots() == before, "nothing is kept in shared memory"
 
 

@@ -11,6 +11,7 @@ from ray_weightsync.config import FailurePolicy, Host, Timeouts
 from ray_weightsync.engines.facts import INSPECT, EngineFacts
 from ray_weightsync.engines.ref import EngineRef
 from ray_weightsync.engines.resolve import Engine
+from ray_weightsync.errors import RoundAborted
 from ray_weightsync.fleet.chronicle import Chronicle
 from ray_weightsync.fleet.claims import Claims, Holder
 from ray_weightsync.fleet.cluster import Process
@@ -36,6 +37,7 @@ from ray_weightsync.protocol.channel import (
     WAKE_UP,
 )
 from ray_weightsync.protocol.reading import EngineRestarted
+from ray_weightsync.transports.collective.rendezvous import Meeting
 from ray_weightsync.weights.plan import ParamMeta, Plan
 
 NAMES = {
@@ -521,10 +523,19 @@ class FakeFleet:
         assert session == self.other.name
         await self.other.coordinator.hand_over(identities, to=self.name, limit_s=limit_s)
 
-    async def open(self, version: int | str, plan: Plan | None = None, *, sender: Process = ALIVE) -> Ticket:
+    async def open(
+        self, version: int | str, plan: Plan | None = None, *, sender: Process = ALIVE, meeting: Meeting | None = None
+    ) -> Ticket:
         plan = plan if plan is not None else plan_of()
         return await self.coordinator.rounds.open(
-            uuid.uuid4().hex, version, plan_digest=plan.digest, plan=plan.to_wire(), node_id="node", busy="wait", sender=sender
+            uuid.uuid4().hex,
+            version,
+            plan_digest=plan.digest,
+            plan=plan.to_wire(),
+            node_id="node",
+            busy="wait",
+            sender=sender,
+            meeting=meeting,
         )
 
     async def send(self, version: int | str, *, digest: str | None = None, plan: Plan | None = None) -> Any:
@@ -534,6 +545,42 @@ class FakeFleet:
             return await self.coordinator.rounds.commit(ticket.snapshot, sealed=sealed(digest or f"digest of {version}"), holds_turn=True)
         finally:
             await self.coordinator._parts.staging.settled()
+
+    async def broadcast(self, version: int | str, *, digest: str | None = None, plan: Plan | None = None, fails: bool = False) -> Any:
+        """A round whose sender is met by the engines; with ``fails`` it gives up when all of them receive."""
+        meeting = meeting_of()
+        rounds, staging = self.coordinator.rounds, self.coordinator._parts.staging
+        ticket = await self.open(version, plan, meeting=meeting)
+        self.sent[str(version)] = meeting.id
+        committing = asyncio.ensure_future(rounds.commit(ticket.snapshot, holds_turn=True))
+        ended = asyncio.ensure_future(rounds.broadcast_ended(ticket.snapshot))
+        try:
+            await self._send(ticket.snapshot, digest or f"digest of {version}", ended, fails=fails)
+            return await committing
+        except RoundAborted:
+            return await committing  # what it says of the round counts for more
+        finally:
+            await asyncio.wait({committing, ended})
+            ended.exception()
+            await staging.settled()
+
+    async def _send(self, snapshot: str, digest: str, ended: asyncio.Future[str | None], *, fails: bool) -> None:
+        rounds = self.coordinator.rounds
+        group = await rounds.broadcast_group(snapshot)
+        while group is not None and not ended.done() and not all(self._receives(each.id) for each in group.members):
+            await asyncio.sleep(0)
+        if fails or (ended.done() and ended.result() is not None):
+            await rounds.abandon(snapshot, "the sender gave up" if fails else str(ended.result()))
+        else:
+            await rounds.seal(snapshot, sealed(digest), keep_turn=True)
+
+    def _receives(self, name: str) -> bool:
+        (engine,) = [each for each in self.engines if each.label == name]
+        return engine._received is not None and engine._received["round"] == self.coordinator._roster.round_id
+
+
+def meeting_of() -> Meeting:
+    return Meeting(id=uuid.uuid4().hex, backend="gloo", address="127.0.0.1", port=1, bucket_bytes=4096, num_buckets=2)
 
 
 def sealed(digest: str) -> Sealed:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ray_weightsync.config import Timeouts
+from ray_weightsync.config import Collective, Host, Timeouts
 from ray_weightsync.errors import FleetTorn, ReplicasLost, RoundAborted
 from tests.unit.fleet.fakes import FakeFleet
 
@@ -24,8 +27,9 @@ TIMEOUTS = Timeouts(
 )
 
 
-async def story(schedule: list[dict[tuple[int, str], str]]) -> None:
-    fleet = await FakeFleet(REPLICAS, timeouts=TIMEOUTS).attach()
+async def story(schedule: list[dict[tuple[int, str], str]], *, broadcast: bool) -> None:
+    fleet = await FakeFleet(REPLICAS, timeouts=TIMEOUTS, transport=Collective() if broadcast else Host()).attach()
+    send = fleet.broadcast if broadcast else fleet.send
     for number, faults in enumerate(schedule):
         version = f"v{number + 1}"
         before = [(engine.version, engine.paused, engine.weights) for engine in fleet.engines]
@@ -35,7 +39,7 @@ async def story(schedule: list[dict[tuple[int, str], str]]) -> None:
             fleet.engines[index].faults[call] = fault
         outcome: BaseException | None = None
         try:
-            await fleet.send(version)
+            await send(version)
         except (RoundAborted, ReplicasLost, FleetTorn) as error:
             outcome = error
         status = fleet.coordinator.status()
@@ -59,22 +63,25 @@ async def story(schedule: list[dict[tuple[int, str], str]]) -> None:
         for engine in fleet.engines:
             engine.release.clear()
     if not all(engine.dead for engine in fleet.engines):
-        await _heals(fleet)
+        await _heals(fleet, send)
 
 
-async def _heals(fleet: FakeFleet) -> None:
+async def _heals(fleet: FakeFleet, send: Callable[[str], Awaitable[Any]]) -> None:
     """With no more faults, at most one aborted round (which finds the dead) stands before a whole fleet."""
     try:
-        report = await fleet.send("last")
+        report = await send("last")
     except RoundAborted:
-        report = await fleet.send("last")
+        report = await send("last")
     alive = tuple(engine.label for engine in fleet.engines if not engine.dead)
     assert report.committed == alive
     assert fleet.coordinator.status().serving == alive
     assert [(engine.version, engine.paused) for engine in fleet.engines if not engine.dead] == [("last", False)] * len(alive)
 
 
+@pytest.mark.parametrize("broadcast", [False, True], ids=["snapshots", "broadcasts"])
 @settings(max_examples=150, deadline=None, print_blob=True)
-@given(st.lists(FAULTS, min_size=1, max_size=4))
-def test_whatever_fails_the_promises_hold_and_the_fleet_can_be_made_whole(schedule: list[dict[tuple[int, str], str]]) -> None:
-    asyncio.run(asyncio.wait_for(story(schedule), 60))
+@given(schedule=st.lists(FAULTS, min_size=1, max_size=4))
+def test_whatever_fails_the_promises_hold_and_the_fleet_can_be_made_whole(
+    schedule: list[dict[tuple[int, str], str]], broadcast: bool
+) -> None:
+    asyncio.run(asyncio.wait_for(story(schedule, broadcast=broadcast), 60))
