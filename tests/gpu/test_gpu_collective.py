@@ -26,7 +26,10 @@ from ray_weightsync.weights.digest import weights_digest
 from ray_weightsync.weights.plan import Plan
 from ray_weightsync.weights.sources import StateDictSource
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; run by hand on a machine with one")]
+pytestmark = [
+    pytest.mark.gpu(last_run=None),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; run by hand on a machine with one"),
+]
 
 needs_two = pytest.mark.skipif(
     torch.cuda.device_count() < 2 or importlib.util.find_spec("nccl") is None, reason="needs two GPUs and nccl4py; NCCL has one rank a GPU"

@@ -14,7 +14,7 @@ import torch
 
 import ray_weightsync as rws
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = [pytest.mark.gpu(last_run=None), pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 LIMIT_S = 120.0
 

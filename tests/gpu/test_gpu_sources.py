@@ -13,7 +13,10 @@ from ray_weightsync.weights.packing import pack, view
 from ray_weightsync.weights.plan import Plan
 from ray_weightsync.weights.sources import ModuleSource
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; run by hand on a machine with one")]
+pytestmark = [
+    pytest.mark.gpu(last_run=None),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; run by hand on a machine with one"),
+]
 
 
 def make_module(dtype: torch.dtype) -> torch.nn.Module:

@@ -1,4 +1,8 @@
-"""``docs/cases.md`` says which test holds which case: each listed case has its row, and each test named there exists."""
+"""The tables in ``docs`` are true.
+
+``cases.md`` says which test holds which case: each listed case has its row, and each test named there exists. ``what-ran-where.md`` says
+what was run on which hardware: each test named there exists, and those that need a GPU are as their markers say.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +20,33 @@ ROWS = [
     if re.match(r"\| \d", line)
 ]
 LISTED = (
-    *("1", "2", "3", "4", "5", "7", "9", "11", "15", "16", "17", "18", "19", "20", "21", "23", "24", "25", "26b", "27"),
-    *("27b", "29", "30", "31", "32", "33", "34", "35d", "36", "48", "50", "51", "52", "54", "57", "57b", "58", "59", "60", "61"),
-    *("62", "63", "64", "65", "66", "67", "68", "69", "70", "71", "72", "73", "74", "75", "76", "77", "79"),
+    *("1", "2", "3", "4", "5", "6", "7", "9", "11", "12", "15", "16", "17", "18", "19", "20", "21", "23", "24", "25", "26b", "27"),
+    *(
+        "27b",
+        "29",
+        "30",
+        "31",
+        "32",
+        "33",
+        "34",
+        "35d",
+        "36",
+        "37",
+        "41",
+        "48",
+        "50",
+        "51",
+        "52",
+        "54",
+        "55",
+        "57",
+        "57b",
+        "58",
+        "59",
+        "60",
+        "61",
+    ),
+    *("62", "63", "64", "65", "66", "67", "68", "69", "70", "71", "72", "73", "74", "75", "76", "77", "78", "79"),
 )
 
 
@@ -48,3 +76,35 @@ def test_every_test_named_for_a_case_exists(row: list[str]) -> None:
         path, _, name = each.partition("::")
         assert (ROOT / path).is_file(), f"case {number}: there is no {path}"
         assert name in names_in(path), f"case {number}: there is no {each}"
+
+
+WHERE = [
+    [cell.strip() for cell in line.strip("|").split(" | ")]
+    for line in (ROOT / "docs" / "what-ran-where.md").read_text().splitlines()
+    if line.startswith("| ") and not line.startswith(("| What |", "| --- |"))
+]
+
+
+def last_run(path: Path) -> str | None:
+    """What the ``gpu`` marker of a test file says."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.gpu":
+            (said,) = [ast.literal_eval(each.value) for each in node.keywords if each.arg == "last_run"]
+            assert said is None or isinstance(said, str)
+            return said
+    raise AssertionError(f"{path} has no marker gpu(last_run=...)")
+
+
+@pytest.mark.parametrize("row", WHERE, ids=[row[0] for row in WHERE])
+def test_every_test_that_is_said_to_run_somewhere_exists(row: list[str]) -> None:
+    _, on_cpu, by_hand = row
+    paths = re.findall(r"`(tests/[^`]*)`", on_cpu + by_hand)
+    assert paths
+    for path in paths:
+        assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tests" / "gpu").glob("test_*.py")), ids=lambda path: path.stem)
+def test_what_needs_a_gpu_was_run_when_its_marker_says_so(path: Path) -> None:
+    (row,) = [by_hand for _, _, by_hand in WHERE if f"`tests/gpu/{path.name}`" in by_hand]
+    assert row.endswith(f": {last_run(path) or 'not yet run'}")
