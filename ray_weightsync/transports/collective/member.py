@@ -28,7 +28,7 @@ class Member(threading.Thread, ABC):
         handover: What goes to or comes from the other thread of this side. How this thread ended is told through it.
 
     Attributes:
-        store: Its connection to the group's store, once there is one.
+        store: Its connection to the group's store, once there is one. It is closed when the thread ends.
         device: Where the buffers have to be: chosen by the thread that makes this one.
     """
 
@@ -53,6 +53,13 @@ class Member(threading.Thread, ABC):
 
     def run(self) -> None:
         """Join, work, leave."""
+        try:
+            self._run()
+        finally:
+            if self.store is not None:
+                self.store.close()
+
+    def _run(self) -> None:
         try:
             self.store = store = GroupStore(self._rendezvous, self._rank, self._deadline)
             self._heed_halt()
@@ -83,6 +90,8 @@ class Member(threading.Thread, ABC):
                 store.wait_left(FAREWELL_S)
         finally:
             communicator.close()
+        if self._rank == SENDER:  # whose end may be that of the store
+            store.wait_left(FAREWELL_S)
 
     def _ended_by(self, error: BaseException) -> BaseException:
         """Tell the others, let go of them, and return what this side is to raise."""

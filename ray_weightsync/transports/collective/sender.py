@@ -205,7 +205,6 @@ class _Broadcasting(Member):
 
     def close(self) -> None:
         """Wait, not long, until the receivers need neither this rank nor the store; then end it."""
-        if self.store is not None:
-            self.store.wait_left(FAREWELL_S if self._pieces.failure is None else FAILED_FAREWELL_S)
+        self.join(FAREWELL_S if self._pieces.failure is None else FAILED_FAREWELL_S)
         self.halt()
         self.join(FAILED_FAREWELL_S)

@@ -107,8 +107,8 @@ def test_an_interface_is_known_by_its_name() -> None:
 def test_an_address_that_is_not_this_machines_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1"):
         RendezvousServer(address="192.0.2.1")
-    with pytest.raises(GroupError, match="world_size"):
-        RendezvousServer(address="127.0.0.1").meeting.of(1)
+    with RendezvousServer(address="127.0.0.1") as server, pytest.raises(GroupError, match="world_size"):
+        server.meeting.of(1)
 
 
 def test_a_worker_proves_that_it_reaches_the_senders_store_and_no_other() -> None:
