@@ -12,7 +12,7 @@ from concurrent import futures
 from datetime import timedelta
 from typing import TypeVar
 
-from torch.distributed import Store
+from torch.distributed import Store  # type: ignore[attr-defined]  # not in torch's __all__
 
 from ray_weightsync.transports.collective.deadline import Deadline
 from ray_weightsync.transports.collective.rendezvous import SENDER, GroupError, Rendezvous
@@ -27,8 +27,7 @@ ANSWER_S = 30.0
 """Most seconds that the store may take to answer: it shares a process, and Python's lock, with a trainer that may be busy."""
 
 _FAILED = "failed"
-_HALTED = "this rank was told to stop"
-_LOOK_S = 0.2
+HALTED = "this rank was told to stop"
 _LATE_S = 2.0
 
 
@@ -93,7 +92,7 @@ class GroupStore:
         ranks = range(self.rendezvous.world_size)
         joined = self._ask(lambda: self._client.values([_joined(rank) for rank in ranks], limit_s=self._answer_s))
         expected = [rank for rank in ranks if _joined(rank) in joined]
-        left = self._ask(lambda: self._client.answer(self._client.wait([_left(rank) for rank in expected], limit_s), limit_s + _LATE_S))
+        left = self.await_values([_left(rank) for rank in expected], Deadline(limit_s), heed_failure=False, heed_halt=False)
         return [rank for rank in expected if _left(rank) not in left]
 
     def wait_left(self, limit_s: float) -> None:
@@ -110,10 +109,6 @@ class GroupStore:
             for waiting in self._waiting:
                 waiting.cancel()
 
-    @property
-    def halted(self) -> bool:
-        return self._halted
-
     def set_value(self, key: str, value: bytes) -> None:
         """Give a key of the group's a value.
 
@@ -122,7 +117,7 @@ class GroupStore:
         """
         self._ask(lambda: self._client.set(key, value, limit_s=self._answer_s))
 
-    def await_values(self, keys: Sequence[str], deadline: Deadline, *, heed_failure: bool = True) -> Values:
+    def await_values(self, keys: Sequence[str], deadline: Deadline, *, heed_failure: bool = True, heed_halt: bool = True) -> Values:
         """Wait until all ``keys`` are there. At the deadline: the values of those that are.
 
         Raises:
@@ -130,14 +125,15 @@ class GroupStore:
         """
         limit_s = deadline.left_s
         waiting = self._ask(lambda: self._client.wait(keys, limit_s, unless=_FAILED if heed_failure else None))
-        with self._lock:
-            if self._halted:
-                waiting.cancel()
-            self._waiting.add(waiting)
+        if heed_halt:
+            with self._lock:
+                self._waiting.add(waiting)
+                if self._halted:
+                    waiting.cancel()
         try:
             values = self._ask(lambda: self._client.answer(waiting, limit_s + _LATE_S))
         except futures.CancelledError as error:
-            raise GroupError(_HALTED) from error
+            raise GroupError(HALTED) from error
         finally:
             with self._lock:
                 self._waiting.discard(waiting)
@@ -172,7 +168,8 @@ class GroupStore:
 class BackendStore(Store):
     """What `ProcessGroupGloo` exchanges addresses through: it calls ``set``, ``wait`` and ``get``, in this order (torch 2.13).
 
-    What it waits for is gone through as all else here: a rank that fails, or is told to stop, ends the wait in its words.
+    What a rank waits for here, the others are about to send: all have joined. So a group that has failed meanwhile is completed all the
+    same: a rank that stayed away now would leave the others in gloo's own waits for a connection from it, which nothing ends.
     """
 
     def __init__(self, store: GroupStore) -> None:
@@ -189,9 +186,10 @@ class BackendStore(Store):
 
         Raises:
             TimeoutError: if they are not within ``timeout``.
-            GroupError: if the group failed.
+            GroupError: if the store is gone.
         """
-        there = self._store.await_values([_backend(key) for key in keys], Deadline(timeout.total_seconds()))
+        within = Deadline(timeout.total_seconds())
+        there = self._store.await_values([_backend(key) for key in keys], within, heed_failure=False, heed_halt=False)
         self._there.update(there)
         if missing := [key for key in keys if _backend(key) not in there]:
             raise TimeoutError(
@@ -213,33 +211,6 @@ def _left(rank: int) -> str:
 
 def _backend(key: str) -> str:
     return f"backend/{key}"
-
-
-def heeding(store: GroupStore | None, wait: Callable[[float], Answer | None], deadline: Deadline) -> Answer | None:
-    """What ``wait`` (told for how many seconds) gives, or None at the deadline. Meanwhile the group's failure is looked for.
-
-    Raises:
-        GroupError: if the group failed, in the words of the rank that failed first, or the sender is gone, or this rank was told to stop.
-    """
-    while True:
-        answer = wait(min(_LOOK_S, deadline.left_s))
-        if answer is not None:
-            return answer
-        if store is not None and store.halted:
-            raise GroupError(_HALTED)
-        if store is not None and (words := _failure(store)) is not None:
-            if (answer := wait(0)) is not None:  # which raises, if this rank itself knows better what happened
-                return answer
-            raise GroupError(words)
-        if deadline.passed:
-            return None
-
-
-def _failure(store: GroupStore) -> str | None:
-    try:
-        return store.failure()
-    except GroupError as gone:
-        return str(gone)
 
 
 def connected(address: str, port: int, nonce: str, deadline: Deadline) -> StoreClient:
