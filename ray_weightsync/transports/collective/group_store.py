@@ -192,9 +192,7 @@ class BackendStore(Store):
         there = self._store.await_values([_backend(key) for key in keys], within, heed_failure=False, heed_halt=False)
         self._there.update(there)
         if missing := [key for key in keys if _backend(key) not in there]:
-            raise TimeoutError(
-                f"joining was not over after {timeout.total_seconds():.1f} s: no address came from rank {', '.join(missing)}"
-            )
+            raise TimeoutError(f"joining was not over after {timeout.total_seconds():.1f} s: gloo waited for {', '.join(missing)}")
 
     def get(self, key: str) -> bytes:
         """The value of a key that was waited for."""

@@ -159,10 +159,11 @@ class StoreClient:
     def _told(self, told: dict[str, Any]) -> None:
         match told:
             case {"id": int(id_), "values": dict(values)} if all(isinstance(value, str) for value in values.values()):
+                result = {key: decoded(value) for key, value in values.items()}
                 with self._lock:
                     asked = self._asked.pop(id_, None)
                 if asked is not None and asked.set_running_or_notify_cancel():
-                    asked.set_result({key: decoded(value) for key, value in values.items()})
+                    asked.set_result(result)
             case {"refused": str(why)}:
                 raise StoreRefused(f"the store at {self._where} refused this client: {why:.200}")
             case _:
