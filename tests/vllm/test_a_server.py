@@ -150,6 +150,16 @@ def test_a_round_gives_a_fresh_engines_output_under_the_version_and_leaves_it_ru
         assert server.all_tokens() == of_a
 
 
+def test_a_broadcast_reaches_it_as_well(server: Server, pairs_a: Pairs, pairs_b: Pairs, fresh_b: dict[int, Tokens]) -> None:
+    with rws.WeightSync.attach([server.url], transport=rws.Collective(bucket_bytes=1 << 18, interface="lo")) as sync:
+        sync.send_weights(pairs_a, version="a")
+        report = sync.send_weights(pairs_b, version="by broadcast")
+        assert (report.transport, report.committed) == ("collective", ("r0",))
+        assert server.all_tokens() == fresh_b[1]
+        assert server.get("weight_info")["weight_version"] == "by broadcast"
+        assert server.get("is_paused") == {"is_paused": False}
+
+
 def test_a_plan_that_it_refuses_changes_nothing(server: Server, sync: rws.WeightSync, pairs_a: Pairs) -> None:
     sync.send_weights(pairs_a, version="good")
     tokens = server.all_tokens()

@@ -106,8 +106,9 @@ class GlooCommunicator:
         # Not lazily: a connection that is only made by the first broadcast ignores its timeout (pytorch/gloo#520).
         hostname = local_address_towards(rendezvous.address, rendezvous.port)
         options._devices = [backend.create_device(hostname=hostname, lazy_init=False)]
+        self._meeting = store.for_backend()  # the group does not keep the Python half of it
         try:
-            self._group: Any = backend(store.for_backend(), self.rank, self.world_size, options)
+            self._group: Any = backend(self._meeting, self.rank, self.world_size, options)
         except RuntimeError as error:
             raise _gloo_error(error, "joining", deadline) from error
 

@@ -1,33 +1,38 @@
 """One rank's words with the others of its group, beside the data: who has joined, who failed and why, who is done.
 
 An aborted NCCL peer does not make the others fail, and a gloo peer that closes does not say why. So whoever fails says so in the
-store, once; all waits look there. The store lives in the sender's process: when that dies, every look fails at once.
+store, once; all waits look there. The store lives in the sender's process: when that dies, every look and every wait fails at once.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from concurrent import futures
+from datetime import timedelta
+from typing import TypeVar
 
-from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in torch's __all__
+from torch.distributed import Store  # type: ignore[attr-defined]  # not in torch's __all__
 
 from ray_weightsync.transports.collective.deadline import Deadline
-from ray_weightsync.transports.collective.rendezvous import SENDER, GroupError, Rendezvous, nonce_key
+from ray_weightsync.transports.collective.rendezvous import SENDER, GroupError, Rendezvous
+from ray_weightsync.transports.collective.store_client import StoreClient, StoreGone, StoreRefused, Values
 
 Answer = TypeVar("Answer")
 
 FAREWELL_S = 5.0
 """Seconds for which a rank that is done waits for those that are not, which may still need it."""
 
-_HALTED = "this rank was told to stop"
-_LOOK_S = 0.2
-_MIN_POLL_S = 0.002
-_MAX_POLL_S = 0.1
+ANSWER_S = 30.0
+"""Most seconds that the store may take to answer: it shares a process, and Python's lock, with a trainer that may be busy."""
+
+_FAILED = "failed"
+HALTED = "this rank was told to stop"
+_LATE_S = 2.0
 
 
 class GroupStore:
-    """A rank's connection to the store. Safe for several threads: no call of its own blocks in the store.
+    """A rank's connection to the store, to be closed when the rank has left. Safe for several threads.
 
     Raises:
         GroupError: if the store cannot be reached in time.
@@ -36,8 +41,11 @@ class GroupStore:
     def __init__(self, rendezvous: Rendezvous, rank: int, deadline: Deadline) -> None:
         self.rendezvous = rendezvous
         self.rank = rank
-        self._halted = threading.Event()
-        self._store: Any = connected(rendezvous.address, rendezvous.port, deadline)  # Any: clone() is not in torch's type stubs
+        self._deadline = deadline
+        self._halted = False
+        self._waiting: set[futures.Future[Values]] = set()
+        self._lock = threading.Lock()
+        self._client = connected(rendezvous.address, rendezvous.port, rendezvous.id, deadline)
 
     def join(self, deadline: Deadline) -> None:
         """Meet the other ranks: on return, all of them are there.
@@ -46,24 +54,25 @@ class GroupStore:
             TimeoutError: naming the ranks that are missing, if they are known here.
             GroupError: if one of them failed.
         """
-        self._set(f"joined/{self.rank}")
-        others = [rank for rank in range(self.rendezvous.world_size) if rank != SENDER]
+        self._set(_joined(self.rank))
         if self.rank != SENDER:
-            if not self._poll(lambda: self._has("complete"), deadline):
+            if not self.await_values(["complete"], deadline):
                 raise TimeoutError(self._waited(deadline, "all others, which the sender would have said"))
             return
-        if not self._poll(lambda: not self._lacking("joined", others), deadline):
-            missing = ", ".join(map(str, self._lacking("joined", others)))
+        others = [rank for rank in range(self.rendezvous.world_size) if rank != SENDER]
+        there = self.await_values([_joined(rank) for rank in others], deadline)
+        if len(there) < len(others):
+            missing = ", ".join(str(rank) for rank in others if _joined(rank) not in there)
             raise TimeoutError(self._waited(deadline, f"ranks that did not join: {missing}"))
         self._set("complete")
 
-    def for_backend(self) -> PrefixStore:
-        """A connection of its own, under keys of its own, for the backend to meet by: it blocks in its waits."""
-        return PrefixStore(self._key("backend"), self._store.clone())
+    def for_backend(self) -> Store:
+        """The store as gloo takes it, under keys of its own. To be kept as long as the backend."""
+        return BackendStore(self)
 
     def fail(self, words: str) -> None:
         """Tell all others that this rank has failed. The first words in a group are the ones that count."""
-        self._ask(lambda: self._store.compare_set(self._key("failed"), "", f"rank {self.rank}: {words}"))
+        self._ask(lambda: self._client.compare_set(_FAILED, None, f"rank {self.rank}: {words}".encode(), limit_s=self._answer_s))
 
     def failure(self) -> str | None:
         """Why the group failed, in the words of the rank that failed first.
@@ -71,109 +80,149 @@ class GroupStore:
         Raises:
             GroupError: if the store, and with it the sender, is gone.
         """
-        if not self._has("failed"):
-            return None
-        return str(self._ask(lambda: self._store.get(self._key("failed"))).decode())
+        words = self._ask(lambda: self._client.values([_FAILED], limit_s=self._answer_s)).get(_FAILED)
+        return None if words is None else words.decode()
 
     def leave(self) -> None:
         """Say that this rank needs nothing more of the others."""
-        self._set(f"left/{self.rank}")
+        self._set(_left(self.rank))
 
     def silent(self, limit_s: float) -> list[int]:
-        """The ranks that joined, but have not left within ``limit_s`` seconds. In a group that failed, those that are gone."""
-        if self.wait_left(limit_s):
-            return []
-        return [rank for rank in self._lacking("left", range(self.rendezvous.world_size)) if self._has(f"joined/{rank}")]
+        """The ranks that joined, but have not left within ``limit_s`` seconds, even if this one was told to stop."""
+        ranks = range(self.rendezvous.world_size)
+        joined = self._ask(lambda: self._client.values([_joined(rank) for rank in ranks], limit_s=self._answer_s))
+        expected = [rank for rank in ranks if _joined(rank) in joined]
+        left = self.await_values([_left(rank) for rank in expected], Deadline(limit_s), heed_failure=False, heed_halt=False)
+        return [rank for rank in expected if _left(rank) not in left]
 
-    def wait_left(self, limit_s: float) -> bool:
-        """Wait until every rank has left; False if some have not within ``limit_s`` seconds, or the sender is gone."""
+    def wait_left(self, limit_s: float) -> None:
+        """Wait until every rank has left, at most ``limit_s`` seconds, and no longer than the sender has its store."""
         try:
-            return self._poll(lambda: not self._lacking("left", range(self.rendezvous.world_size)), Deadline(limit_s), heed_failure=False)
+            self.await_values([_left(rank) for rank in range(self.rendezvous.world_size)], Deadline(limit_s), heed_failure=False)
         except GroupError:
-            return False  # a sender that has closed its store needs nobody any more
+            return  # a sender that has closed its store needs nobody any more
 
     def halt(self) -> None:
         """End every wait of this rank here. Idempotent."""
-        self._halted.set()
+        with self._lock:
+            self._halted = True
+            for waiting in self._waiting:
+                waiting.cancel()
+
+    def set_value(self, key: str, value: bytes) -> None:
+        """Give a key of the group's a value.
+
+        Raises:
+            GroupError: if the store is gone.
+        """
+        self._ask(lambda: self._client.set(key, value, limit_s=self._answer_s))
+
+    def await_values(self, keys: Sequence[str], deadline: Deadline, *, heed_failure: bool = True, heed_halt: bool = True) -> Values:
+        """Wait until all ``keys`` are there. At the deadline: the values of those that are.
+
+        Raises:
+            GroupError: if the group failed, in the words of the rank that failed first, or the store is gone, or `halt` was called.
+        """
+        limit_s = deadline.left_s
+        waiting = self._ask(lambda: self._client.wait(keys, limit_s, unless=_FAILED if heed_failure else None))
+        if heed_halt:
+            with self._lock:
+                self._waiting.add(waiting)
+                if self._halted:
+                    waiting.cancel()
+        try:
+            values = self._ask(lambda: self._client.answer(waiting, limit_s + _LATE_S))
+        except futures.CancelledError as error:
+            raise GroupError(HALTED) from error
+        finally:
+            with self._lock:
+                self._waiting.discard(waiting)
+        if len(values) < len(keys) and heed_failure and (words := self.failure()) is not None:
+            raise GroupError(words)
+        return values
+
+    def close(self) -> None:
+        """End the connection. Idempotent."""
+        self._client.close()
 
     @property
-    def halted(self) -> bool:
-        return self._halted.is_set()
-
-    def _poll(self, ready: Callable[[], bool], deadline: Deadline, *, heed_failure: bool = True) -> bool:
-        pause_s = _MIN_POLL_S
-        while not ready():
-            if heed_failure and (words := self.failure()) is not None:
-                raise GroupError(words)
-            if deadline.passed:
-                return False
-            if self._halted.wait(min(pause_s, deadline.left_s)):
-                raise GroupError(_HALTED)
-            pause_s = min(2 * pause_s, _MAX_POLL_S)
-        return True
-
-    def _lacking(self, what: str, ranks: Iterable[int]) -> list[int]:
-        keys = {rank: f"{what}/{rank}" for rank in ranks}
-        if self._has(*keys.values()):
-            return []
-        return [rank for rank, key in keys.items() if not self._has(key)]
+    def _answer_s(self) -> float:
+        return max(_LATE_S, min(ANSWER_S, self._deadline.left_s))
 
     def _waited(self, deadline: Deadline, what: str) -> str:
         size = self.rendezvous.world_size
         return f"waited {deadline.limit_s:.1f} s for {what} (group {self.rendezvous.id} of {size} ranks)"
 
-    def _key(self, name: str) -> str:
-        return f"rws/{self.rendezvous.id}/{name}"
+    def _set(self, key: str) -> None:
+        self.set_value(key, b"1")
 
-    def _has(self, *names: str) -> bool:
-        return bool(self._ask(lambda: self._store.check([self._key(name) for name in names])))
-
-    def _set(self, name: str) -> None:
-        self._ask(lambda: self._store.set(self._key(name), "1"))
-
-    def _ask(self, question: Callable[[], Any]) -> Any:
+    def _ask(self, question: Callable[[], Answer]) -> Answer:
         try:
             return question()
-        except DistError as error:
-            where = f"{self.rendezvous.address}:{self.rendezvous.port}"
-            raise GroupError(f"the sender of group {self.rendezvous.id} is gone: its store at {where} does not answer any more") from error
+        except StoreRefused as error:
+            raise GroupError(f"group {self.rendezvous.id}: {error}") from error
+        except StoreGone as error:
+            raise GroupError(f"the sender of group {self.rendezvous.id} is gone: {error}") from error
 
 
-def heeding(store: GroupStore | None, wait: Callable[[float], Answer | None], deadline: Deadline) -> Answer | None:
-    """What ``wait`` (told for how many seconds) gives, or None at the deadline. Meanwhile the group's failure is looked for.
+class BackendStore(Store):
+    """What `ProcessGroupGloo` exchanges addresses through: it calls ``set``, ``wait`` and ``get``, in this order (torch 2.13).
 
-    Raises:
-        GroupError: if the group failed, in the words of the rank that failed first, or the sender is gone, or this rank was told to stop.
+    What a rank waits for here, the others are about to send: all have joined. So a group that has failed meanwhile is completed all the
+    same: a rank that stayed away now would leave the others in gloo's own waits for a connection from it, which nothing ends.
     """
-    while True:
-        answer = wait(min(_LOOK_S, deadline.left_s))
-        if answer is not None:
-            return answer
-        if store is not None and store.halted:
-            raise GroupError(_HALTED)
-        if store is not None and (words := store.failure()) is not None:
-            if (answer := wait(0)) is not None:  # which raises, if this rank itself knows better what happened
-                return answer
-            raise GroupError(words)
-        if deadline.passed:
-            return None
+
+    def __init__(self, store: GroupStore) -> None:
+        super().__init__()
+        self._store = store
+        self._there: Values = {}
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # from C++ they are bytes
+        """Give ``key`` a value."""
+        self._store.set_value(_backend(key), value)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta) -> None:  # type: ignore[override]  # gloo always says how long
+        """Wait until all ``keys`` are there.
+
+        Raises:
+            TimeoutError: if they are not within ``timeout``.
+            GroupError: if the store is gone.
+        """
+        within = Deadline(timeout.total_seconds())
+        there = self._store.await_values([_backend(key) for key in keys], within, heed_failure=False, heed_halt=False)
+        self._there.update(there)
+        if missing := [key for key in keys if _backend(key) not in there]:
+            raise TimeoutError(f"joining was not over after {timeout.total_seconds():.1f} s: gloo waited for {', '.join(missing)}")
+
+    def get(self, key: str) -> bytes:
+        """The value of a key that was waited for."""
+        return self._there[_backend(key)]
 
 
-def connected(address: str, port: int, deadline: Deadline) -> TCPStore:
+def _joined(rank: int) -> str:
+    return f"joined/{rank}"
+
+
+def _left(rank: int) -> str:
+    return f"left/{rank}"
+
+
+def _backend(key: str) -> str:
+    return f"backend/{key}"
+
+
+def connected(address: str, port: int, nonce: str, deadline: Deadline) -> StoreClient:
     """A connection to the store at this address.
-
-    torch looks up the name of every address it connects to: a name server that does not answer costs each connection its own timeout
-    (5 s a try unless RES_OPTIONS says otherwise; seen on torch 2.13, over loopback too).
 
     Raises:
         GroupError: if it cannot be reached in time.
     """
     try:
-        return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=deadline.as_timeout())
-    except DistError as error:
+        return StoreClient(address, port, nonce, deadline.left_s)
+    except StoreGone as error:
         raise GroupError(
             f"the sender's store at {address}:{port} cannot be reached from here within {deadline.limit_s:.1f} s: {error};"
-            " is another interface meant (Collective(interface=...)), is a firewall in between, or does the name server not answer?"
+            " is another interface meant (Collective(interface=...)), or is a firewall in between?"
         ) from error
 
 
@@ -183,6 +232,11 @@ def see(address: str, port: int, nonce: str, limit_s: float) -> None:
     Raises:
         GroupError: if it cannot be reached, or is another one.
     """
-    store: Any = connected(address, port, Deadline(limit_s))
-    if not store.check([nonce_key(nonce)]):
-        raise GroupError(f"the store at {address}:{port} is not the sender's: it does not know group {nonce}")
+    deadline = Deadline(limit_s)
+    with connected(address, port, nonce, deadline) as client:
+        try:
+            client.values(["seen"], limit_s=deadline.left_s)
+        except StoreRefused as error:
+            raise GroupError(f"the store at {address}:{port} is not the sender's: {error}") from error
+        except StoreGone as error:
+            raise GroupError(f"the sender's store at {address}:{port} was reached from here, and did not answer: {error}") from error

@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 from ray_weightsync.transports.collective.communicator import Communicator, buffer_device, join
 from ray_weightsync.transports.collective.deadline import Deadline
-from ray_weightsync.transports.collective.group_store import FAREWELL_S, GroupStore
+from ray_weightsync.transports.collective.group_store import FAREWELL_S, HALTED, Answer, GroupStore
 from ray_weightsync.transports.collective.handover import Handover
 from ray_weightsync.transports.collective.rendezvous import SENDER, GroupError, Rendezvous
 from ray_weightsync.worker.payload import words_of
 
 FAILED_FAREWELL_S = 1.0
 """Seconds that the sender of a group that failed waits for the others to say that they have left: long enough to read why."""
+
+_LOOK_S = 0.2
 
 
 class Member(threading.Thread, ABC):
@@ -28,7 +31,7 @@ class Member(threading.Thread, ABC):
         handover: What goes to or comes from the other thread of this side. How this thread ended is told through it.
 
     Attributes:
-        store: Its connection to the group's store, once there is one.
+        store: Its connection to the group's store, once there is one. It is closed when the thread ends.
         device: Where the buffers have to be: chosen by the thread that makes this one.
     """
 
@@ -44,7 +47,7 @@ class Member(threading.Thread, ABC):
         self._halted = False
 
     @abstractmethod
-    def work(self, communicator: Communicator, store: GroupStore) -> None:
+    def work(self, communicator: Communicator) -> None:
         """All that this rank does in the group."""
 
     @abstractmethod
@@ -54,15 +57,49 @@ class Member(threading.Thread, ABC):
     def run(self) -> None:
         """Join, work, leave."""
         try:
+            self._run()
+        finally:
+            if self.store is not None:
+                self.store.close()
+
+    def _run(self) -> None:
+        try:
             self.store = store = GroupStore(self._rendezvous, self._rank, self._deadline)
             self._heed_halt()
             self._communicator = communicator = join(store, self.device, self._deadline)
             self._heed_halt()
-            self.work(communicator, store)
+            self.work(communicator)
         except BaseException as error:
             self._handover.fail(self._ended_by(error))
         else:
             self._leave(communicator, store)
+
+    def heeding(self, wait: Callable[[float], Answer | None]) -> Answer | None:
+        """What ``wait`` (told for how many seconds) gives, or None at the deadline. Meanwhile the group's failure is looked for.
+
+        For any thread of this side.
+
+        Raises:
+            GroupError: if the group failed, in the words of the rank that failed first, or the sender is gone, or `halt` was called.
+        """
+        while True:
+            answer = wait(min(_LOOK_S, self._deadline.left_s))
+            if answer is not None:
+                return answer
+            if self._halted:
+                raise GroupError(HALTED)
+            if (words := self._failure()) is not None:
+                if (answer := wait(0)) is not None:  # which raises, if this rank itself knows better what happened
+                    return answer
+                raise GroupError(words)
+            if self._deadline.passed:
+                return None
+
+    def _failure(self) -> str | None:
+        try:
+            return self.store.failure() if self.store is not None else None
+        except GroupError as gone:
+            return str(gone)
 
     def give_up(self, error: BaseException) -> None:
         """Tell the others why this side ends, whatever this thread is blocked in, and end it as soon as that can be interrupted."""
@@ -86,10 +123,13 @@ class Member(threading.Thread, ABC):
         try:
             with contextlib.suppress(GroupError):  # the sender has closed the store already: it needs nobody any more
                 store.leave()
-            if communicator.passes_on:
+            if communicator.passes_on or self._rank == SENDER:  # the store ends with the sender
                 store.wait_left(FAREWELL_S)
         finally:
-            communicator.close()
+            if communicator.passes_on:
+                communicator.close()
+            else:  # gloo takes some 10 ms for each of the others. Not a daemon: in its C++ the interpreter's end is the process's
+                threading.Thread(target=communicator.close, name=f"{self.name}-closing", daemon=False).start()
 
     def _ended_by(self, error: BaseException) -> BaseException:
         """Tell the others, let go of them, and return what this side is to raise."""

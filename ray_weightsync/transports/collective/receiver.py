@@ -18,7 +18,7 @@ import torch
 from ray_weightsync.transports.collective.buckets import Bucket, cut
 from ray_weightsync.transports.collective.communicator import Communicator
 from ray_weightsync.transports.collective.deadline import Deadline
-from ray_weightsync.transports.collective.group_store import GroupStore, heeding, see
+from ray_weightsync.transports.collective.group_store import see
 from ray_weightsync.transports.collective.handover import ABANDONED, Handover
 from ray_weightsync.transports.collective.member import Member
 from ray_weightsync.transports.collective.rendezvous import SENDER, GroupError, Rendezvous
@@ -113,7 +113,7 @@ class CollectiveDelivery:
         self._iterated = True
         while True:
             try:
-                got = heeding(self._thread.store, self._buckets.take, self._deadline)
+                got = self._thread.heeding(self._buckets.take)
             except EOFError:
                 return
             except GroupError as error:
@@ -148,7 +148,7 @@ class CollectiveDelivery:
         """Leave the group when everything was received, or at the deadline, or at once if it failed. Idempotent."""
         self._buckets.abandon()
         with contextlib.suppress(GroupError):  # nobody is left here to be told
-            heeding(self._thread.store, self._ended, self._deadline)
+            self._thread.heeding(self._ended)
         self.halt()
 
     def _ended(self, limit_s: float) -> bool | None:
@@ -175,10 +175,10 @@ class _Receiving(Member):
         self._num_buckets = 0
         self._num_bytes = 0
 
-    def work(self, communicator: Communicator, store: GroupStore) -> None:
+    def work(self, communicator: Communicator) -> None:
         digest = WeightsDigest(self._plan)
         for bucket in self._cuts:
-            slot = heeding(store, self._buckets.reserve, self._deadline)
+            slot = self.heeding(self._buckets.reserve)
             if slot is None:
                 raise TimeoutError(f"waited {self._deadline.limit_s:.1f} s for the loader")
             if slot == ABANDONED:

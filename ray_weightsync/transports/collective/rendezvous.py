@@ -1,7 +1,7 @@
 """Where the ranks of a group meet: a store that the sender's process serves on a socket that stays bound from the start.
 
 There is no race for a free port: the kernel picks one for the socket that is then listened on. A group lives for one transfer. Its
-id is random, all keys in the store begin with it, and the next transfer has another store, port and id.
+id is random, the store answers nobody who does not know it, and the next transfer has another store, port and id.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import fcntl
+import ipaddress
 import re
 import secrets
 import socket
@@ -17,10 +18,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in torch's __all__
-
 from ray_weightsync.config import MIN_BUCKET_BYTES, Collective
 from ray_weightsync.errors import ConfigError
+from ray_weightsync.transports.collective.store import StoreServer
 from ray_weightsync.weights.tensor_spec import is_int
 from ray_weightsync.worker.identity import node_ip
 
@@ -46,7 +46,7 @@ class Meeting:
     Attributes:
         id: The group's id, 32 hex digits.
         backend: ``"gloo"`` or ``"nccl"``.
-        address: Address of the sender's store.
+        address: Address of the sender's store, IPv4 or IPv6: a name would have to be looked up by every worker.
         port: Its port.
         bucket_bytes: Most bytes in one broadcast.
         num_buckets: Buckets that each side holds at a time. At least 2.
@@ -65,7 +65,7 @@ class Meeting:
         for name, valid in (
             ("id", isinstance(self.id, str) and _ID.fullmatch(self.id)),
             ("backend", self.backend in BACKENDS),
-            ("address", isinstance(self.address, str) and self.address),
+            ("address", _is_address(self.address)),
             ("port", is_int(self.port) and 0 < self.port < 1 << 16),
             ("bucket_bytes", is_int(self.bucket_bytes) and self.bucket_bytes >= MIN_BUCKET_BYTES),
             ("num_buckets", is_int(self.num_buckets) and self.num_buckets >= 2),
@@ -152,45 +152,31 @@ class RendezvousServer:
             from ray_weightsync.transports.collective.communicator import new_unique_id
 
             unique_id = base64.b64encode(new_unique_id()).decode()
-        self._store: TCPStore | None = None
         bound = _bound(address)
         try:
             self.meeting = Meeting(
                 id=secrets.token_hex(16),
                 backend=backend,
-                address=address,
+                address=bound.getsockname()[0],
                 port=bound.getsockname()[1],
                 bucket_bytes=options.bucket_bytes,
                 num_buckets=options.num_buckets,
                 unique_id=unique_id,
             )
-            self._store = TCPStore(
-                address,
-                self.meeting.port,
-                is_master=True,
-                wait_for_workers=False,
-                master_listen_fd=bound.fileno(),
-            )
-            bound.detach()  # the store closes it
+            self._store = StoreServer(bound, self.meeting.id)
         except BaseException:
             bound.close()
             raise
-        self._store.set(nonce_key(self.meeting.id), self.meeting.id)
 
     def close(self) -> None:
         """Close the store and its socket: whoever still waits for it fails at once. Idempotent."""
-        self._store = None  # torch closes it with the last reference
+        self._store.close()
 
     def __enter__(self) -> RendezvousServer:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def nonce_key(group: str) -> str:
-    """Where a group's store keeps what proves that it is this group's."""
-    return f"rws/{group}/nonce"
 
 
 def address_of(interface: str) -> str:
@@ -215,7 +201,7 @@ def local_address_towards(address: str, port: int) -> str:
         GroupError: if there is no route.
     """
     try:
-        family, kind, protocol, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
+        family, kind, protocol, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(target)
             return str(probe.getsockname()[0])
@@ -238,6 +224,13 @@ def _bound(address: str) -> socket.socket:
             f"the sender cannot listen on {address}: {error}", hint="name the interface that workers reach with Collective(interface=...)"
         ) from error
     return bound
+
+
+def _is_address(value: object) -> bool:
+    try:
+        return isinstance(value, str) and bool(ipaddress.ip_address(value))
+    except ValueError:
+        return False
 
 
 def _is_unique_id(value: object) -> bool:

@@ -15,7 +15,7 @@ import torch
 from ray_weightsync.transports.collective.buckets import Bucket, cut
 from ray_weightsync.transports.collective.communicator import Communicator
 from ray_weightsync.transports.collective.deadline import Deadline
-from ray_weightsync.transports.collective.group_store import FAREWELL_S, Answer, GroupStore, heeding
+from ray_weightsync.transports.collective.group_store import FAREWELL_S, Answer
 from ray_weightsync.transports.collective.handover import Handover
 from ray_weightsync.transports.collective.member import FAILED_FAREWELL_S, Member
 from ray_weightsync.transports.collective.rendezvous import SENDER, GroupError, Rendezvous
@@ -173,10 +173,10 @@ class _Broadcasting(Member):
         self._num_bytes = plan.num_bytes
         self._num_sent = 0
 
-    def work(self, communicator: Communicator, store: GroupStore) -> None:
+    def work(self, communicator: Communicator) -> None:
         while True:
             try:
-                got = heeding(store, self._pieces.take, self._deadline)
+                got = self.heeding(self._pieces.take)
             except EOFError:
                 return
             if got is None:
@@ -198,7 +198,7 @@ class _Broadcasting(Member):
             BaseException: what ended this thread.
         """
         try:
-            got = heeding(self.store, wait, self._deadline)
+            got = self.heeding(wait)
             if got is not None:
                 return got
             failure: Exception = TimeoutError(f"waited {self._deadline.limit_s:.1f} s for the slowest receiver; {self.progress()}")
@@ -210,7 +210,6 @@ class _Broadcasting(Member):
 
     def close(self) -> None:
         """Wait, not long, until the receivers need neither this rank nor the store; then end it."""
-        if self.store is not None:
-            self.store.wait_left(FAREWELL_S if self._pieces.failure is None else FAILED_FAREWELL_S)
+        self.join(FAREWELL_S if self._pieces.failure is None else FAILED_FAREWELL_S)
         self.halt()
         self.join(FAILED_FAREWELL_S)

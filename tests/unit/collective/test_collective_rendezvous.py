@@ -45,6 +45,11 @@ def test_the_socket_is_bound_from_the_start_and_free_after_the_end() -> None:
         server.close()
 
 
+def test_workers_are_told_an_address_and_no_name() -> None:
+    with RendezvousServer(address="localhost") as server:
+        assert server.meeting.address in ("127.0.0.1", "::1")
+
+
 def test_every_group_is_another_one() -> None:
     with RendezvousServer(address="127.0.0.1") as one, RendezvousServer(address="127.0.0.1") as other:
         assert one.meeting.id != other.meeting.id
@@ -65,6 +70,7 @@ def test_ray_and_json_carry_it() -> None:
         ("id", "../x"),
         ("backend", "mpi"),
         ("address", ""),
+        ("address", "localhost"),
         ("port", 0),
         ("port", True),
         ("world_size", 1),
@@ -107,8 +113,8 @@ def test_an_interface_is_known_by_its_name() -> None:
 def test_an_address_that_is_not_this_machines_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1"):
         RendezvousServer(address="192.0.2.1")
-    with pytest.raises(GroupError, match="world_size"):
-        RendezvousServer(address="127.0.0.1").meeting.of(1)
+    with RendezvousServer(address="127.0.0.1") as server, pytest.raises(GroupError, match="world_size"):
+        server.meeting.of(1)
 
 
 def test_a_worker_proves_that_it_reaches_the_senders_store_and_no_other() -> None:

@@ -1,0 +1,302 @@
+"""The store of one group: a few keys with small values, served over TCP by one thread of the sender's process.
+
+Why not torch's ``TCPStore``: it looks up the name of every address it connects to, so where reverse DNS is bad every connection stalls
+for the resolver's timeout (5 s a lost packet; seen on torch 2.13, over loopback too). Here no name is ever looked up.
+
+What travels, both ways: frames of a big-endian ``uint32``, the number of bytes that follow, and these. A request's are the group's nonce
+(32 characters) and a JSON object with ``id``, ``do`` and what `_Serving.obey` takes; an answer's a JSON object, either ``id`` and
+``values`` (in base64, by key), or ``refused``, why the connection is closed. Nothing of a stranger's, who lacks the nonce, is parsed.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hmac
+import json
+import logging
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+MAX_FRAME_BYTES = 1 << 20
+MAX_STORE_BYTES = 64 << 20
+"""Most bytes of keys and values together. gloo's meeting takes some 60 for each pair of ranks."""
+
+_LENGTH = struct.Struct("!I")
+_CHUNK_BYTES = 1 << 16
+_END_S = 10.0
+_MAX_WAIT_S = 1e9
+_MAX_SELECT_S = 3600.0
+
+
+class MalformedFrame(ValueError):
+    """What arrived is nothing that this protocol has."""
+
+
+def framed(value: dict[str, Any], nonce: str = "") -> bytes:
+    """The frame of a JSON object.
+
+    Raises:
+        MalformedFrame: if it is larger than `MAX_FRAME_BYTES`.
+    """
+    body = nonce.encode() + json.dumps(value).encode()
+    if len(body) > MAX_FRAME_BYTES:
+        raise MalformedFrame(f"a frame of {len(body)} bytes; at most {MAX_FRAME_BYTES} are allowed")
+    return _LENGTH.pack(len(body)) + body
+
+
+def take_frame(received: bytearray) -> bytes | None:
+    """Take the first frame from what was received; None while it is incomplete.
+
+    Raises:
+        MalformedFrame: if it is empty or larger than `MAX_FRAME_BYTES`.
+    """
+    if len(received) < _LENGTH.size:
+        return None
+    (num_bytes,) = _LENGTH.unpack_from(received)
+    if not 0 < num_bytes <= MAX_FRAME_BYTES:
+        raise MalformedFrame(f"a frame of {num_bytes} bytes; from 1 to {MAX_FRAME_BYTES} are allowed")
+    end = _LENGTH.size + num_bytes
+    if len(received) < end:
+        return None
+    frame = bytes(received[_LENGTH.size : end])
+    del received[:end]
+    return frame
+
+
+def parsed(body: bytes) -> dict[str, Any]:
+    """The JSON object in a frame.
+
+    Raises:
+        MalformedFrame: if there is none.
+    """
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise MalformedFrame(f"no JSON: {type(error).__name__}") from error
+    if not isinstance(value, dict):
+        raise MalformedFrame("no JSON object")
+    return value
+
+
+def encoded(value: bytes) -> str:
+    return base64.b64encode(value).decode()
+
+
+def decoded(value: str) -> bytes:
+    """What `encoded` made a string of.
+
+    Raises:
+        MalformedFrame: if it was not made so.
+    """
+    try:
+        return base64.b64decode(value, validate=True)
+    except ValueError as error:
+        raise MalformedFrame("a value that is not in base64") from error
+
+
+class StoreServer:
+    """Serves until it is closed. Then every connection ends at once, and thread and sockets are gone.
+
+    Args:
+        listening: A bound socket that listens. It is the server's from here on.
+        nonce: What every request has to begin with: 32 characters that nobody can guess.
+    """
+
+    def __init__(self, listening: socket.socket, nonce: str) -> None:
+        self._wake, woken = socket.socketpair()
+        self._thread = threading.Thread(
+            target=_Serving(listening, woken, nonce).run, name=f"rws-store-{listening.getsockname()[1]}", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """End it. Idempotent.
+
+        Raises:
+            TimeoutError: if its thread does not end, which only one that gets no processor time can do.
+        """
+        self._wake.close()
+        self._thread.join(_END_S)
+        if self._thread.is_alive():
+            raise TimeoutError(f"the thread {self._thread.name} of the group's store has not ended within {_END_S:.0f} s")
+
+
+@dataclass(eq=False)
+class _Connection:
+    socket: socket.socket
+    received: bytearray = field(default_factory=bytearray)
+    unsent: bytearray = field(default_factory=bytearray)
+
+
+@dataclass(eq=False)
+class _Wait:
+    connection: _Connection
+    id: int
+    keys: list[str]
+    missing: set[str]
+    unless: str | None
+    until: float
+
+
+class _Serving:
+    """All that the thread has. One connection's errors end that connection alone."""
+
+    def __init__(self, listening: socket.socket, woken: socket.socket, nonce: str) -> None:
+        self._listening = listening
+        self._woken = woken
+        self._nonce = nonce.encode()
+        self._values: dict[str, bytes] = {}
+        self._num_bytes = 0
+        self._waits: list[_Wait] = []
+        self._connections: set[_Connection] = set()
+        self._selector = selectors.DefaultSelector()
+
+    def run(self) -> None:
+        listening, woken = self._listening, self._woken
+        try:
+            listening.setblocking(False)
+            self._selector.register(listening, selectors.EVENT_READ)
+            self._selector.register(woken, selectors.EVENT_READ)
+            while True:
+                soonest = min((wait.until - time.monotonic() for wait in self._waits), default=_MAX_SELECT_S)
+                for key, events in self._selector.select(max(0.0, min(soonest, _MAX_SELECT_S))):
+                    if key.fileobj is woken:
+                        return
+                    if key.fileobj is listening:
+                        self._accept()
+                    elif key.data in self._connections:
+                        with self._guarding(key.data):
+                            self._serve(key.data, events)
+                now = time.monotonic()
+                self._end_waits([wait for wait in self._waits if wait.until <= now])
+        finally:
+            for connection in list(self._connections):
+                self._drop(connection)
+            self._selector.close()
+            listening.close()
+            woken.close()
+
+    def _accept(self) -> None:
+        try:
+            accepted, _ = self._listening.accept()
+        except (BlockingIOError, ConnectionError):  # it has gone away meanwhile
+            return
+        accepted.setblocking(False)
+        accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection = _Connection(accepted)
+        self._connections.add(connection)
+        self._selector.register(accepted, selectors.EVENT_READ, connection)
+
+    @contextlib.contextmanager
+    def _guarding(self, connection: _Connection) -> Iterator[None]:
+        try:
+            yield
+        except MalformedFrame as error:
+            logger.warning("the store of a group refused a client: %s", error)
+            connection.unsent += framed({"refused": str(error)})
+            with contextlib.suppress(OSError):  # it is not here any more to be told
+                self._flush(connection)
+            self._drop(connection)
+        except OSError:  # it is gone: whoever it was has no use for an answer
+            self._drop(connection)
+
+    def _serve(self, connection: _Connection, events: int) -> None:
+        if events & selectors.EVENT_WRITE:
+            self._flush(connection)
+        if not events & selectors.EVENT_READ:
+            return
+        chunk = connection.socket.recv(_CHUNK_BYTES)
+        if not chunk:
+            self._drop(connection)
+            return
+        connection.received += chunk
+        nonce = bytes(connection.received[_LENGTH.size : _LENGTH.size + len(self._nonce)])
+        if len(nonce) == len(self._nonce) and not hmac.compare_digest(nonce, self._nonce):
+            raise MalformedFrame("it does not know the group")
+        while connection in self._connections and (frame := take_frame(connection.received)) is not None:
+            if not hmac.compare_digest(frame[: len(self._nonce)], self._nonce):
+                raise MalformedFrame("it does not know the group")
+            self.obey(connection, parsed(frame[len(self._nonce) :]))
+
+    def obey(self, connection: _Connection, request: dict[str, Any]) -> None:
+        """Do what a request asks for.
+
+        ``set`` a ``key`` to a ``value``. ``compare_set`` it only if it has the value ``expected`` (null: if it is not there), and
+        answer what it has then. ``wait`` for at most ``limit_s`` seconds until all ``keys`` are there, or the key ``unless`` is, and
+        answer the values of those that are.
+
+        Raises:
+            MalformedFrame: for anything else.
+        """
+        match request:
+            case {"id": int(id_), "do": "set", "key": str(key), "value": str(value)}:
+                self._set(key, decoded(value))
+                self._answer(connection, id_, ())
+            case {"id": int(id_), "do": "compare_set", "key": str(key), "value": str(value), "expected": str() | None as expected}:
+                if self._values.get(key) == (None if expected is None else decoded(expected)):
+                    self._set(key, decoded(value))
+                self._answer(connection, id_, (key,))
+            case {"id": int(id_), "do": "wait", "keys": [*keys], "limit_s": int() | float() as limit_s, "unless": str() | None as unless}:
+                if not all(isinstance(key, str) for key in keys) or not 0 <= limit_s <= _MAX_WAIT_S:
+                    raise MalformedFrame("a wait for keys that are no strings, or with no limit")
+                missing = {key for key in keys if key not in self._values}
+                if missing and limit_s > 0 and unless not in self._values:
+                    self._waits.append(_Wait(connection, id_, keys, missing, unless, time.monotonic() + limit_s))
+                else:
+                    self._answer(connection, id_, keys)
+            case _:
+                raise MalformedFrame("a request for what no store does")
+
+    def _set(self, key: str, value: bytes) -> None:
+        before = len(key) + len(self._values[key]) if key in self._values else 0
+        num_bytes = self._num_bytes - before + len(key) + len(value)
+        if num_bytes > MAX_STORE_BYTES:
+            raise MalformedFrame(f"a value that does not fit: the store would have {num_bytes} bytes, of {MAX_STORE_BYTES}")
+        self._values[key] = value
+        self._num_bytes = num_bytes
+        for wait in self._waits:
+            wait.missing.discard(key)
+        self._end_waits([wait for wait in self._waits if not wait.missing or wait.unless == key])
+
+    def _end_waits(self, ended: Sequence[_Wait]) -> None:
+        for wait in ended:
+            if wait in self._waits:  # no more, if an answer to the same connection failed
+                self._waits.remove(wait)
+                with self._guarding(wait.connection):
+                    self._answer(wait.connection, wait.id, wait.keys)
+
+    def _answer(self, connection: _Connection, id_: int, keys: Iterable[str]) -> None:
+        values = {key: encoded(self._values[key]) for key in keys if key in self._values}
+        connection.unsent += framed({"id": id_, "values": values})
+        self._flush(connection)
+
+    def _flush(self, connection: _Connection) -> None:
+        try:
+            sent = connection.socket.send(connection.unsent) if connection.unsent else 0
+        except BlockingIOError:
+            sent = 0
+        del connection.unsent[:sent]
+        if len(connection.unsent) > MAX_FRAME_BYTES:
+            self._drop(connection)  # it asks, and does not read
+            return
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
+        self._selector.modify(connection.socket, events, connection)
+
+    def _drop(self, connection: _Connection) -> None:
+        if connection not in self._connections:
+            return
+        self._connections.remove(connection)
+        self._waits = [wait for wait in self._waits if wait.connection is not connection]
+        self._selector.unregister(connection.socket)
+        with contextlib.suppress(OSError):  # the other side was first
+            connection.socket.shutdown(socket.SHUT_RDWR)  # close() alone ends nothing while a forked process has it open too
+        connection.socket.close()
