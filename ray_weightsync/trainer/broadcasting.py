@@ -68,6 +68,7 @@ class Broadcasting:
     def __init__(self, link: CoordinatorLink, options: Collective, timeouts: Timeouts) -> None:
         self._link = link
         self._timeouts = timeouts
+        self._watch: _Watch | None = None
         self._server = RendezvousServer(backend="nccl" if torch.cuda.is_available() else "gloo", options=options)
 
     @property
@@ -97,15 +98,16 @@ class Broadcasting:
         if group is None:
             return _told(source, plan, kept)
         update_s = self._timeouts.for_bytes("update", plan.num_bytes)
-        with (
-            BroadcastSender(self.meeting.of(group.world_size), limit_s=update_s) as sender,
-            _Watch(self._link.submit("broadcast_ended", round_id), sender),
-        ):
+        with BroadcastSender(self.meeting.of(group.world_size), limit_s=update_s) as sender:
+            self._watch = _Watch(self._link.submit("broadcast_ended", round_id), sender)
+            self._watch.start()
             return sender.send(source, plan, on_packed=None if kept is None else kept.keep)
 
     def close(self) -> None:
         """Nobody is met here any more. Idempotent."""
         self._server.close()
+        if self._watch is not None:  # not before: the round is not to wait for it
+            self._watch.stop()
 
     def __enter__(self) -> Broadcasting:
         return self
@@ -120,24 +122,23 @@ def _told(source: WeightSource, plan: Plan, kept: Kept | None) -> Packed:
     return Packed(digest=weights_digest(source), num_bytes=plan.weight_bytes, num_tensors=len(plan.tensors))
 
 
-class _Watch:
+class _Watch(threading.Thread):
     """Ends the broadcast as soon as the coordinator says that somebody will not receive: the others are not to wait for the deadline."""
 
     def __init__(self, ended: Any, sender: BroadcastSender) -> None:
+        super().__init__(name="rws-broadcast-watch", daemon=True)
         self._ended = ended
         self._sender = sender
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="rws-broadcast-watch", daemon=True)
+        self._stopped = threading.Event()
 
-    def __enter__(self) -> None:
-        self._thread.start()
+    def stop(self) -> None:
+        """End it, and wait until it has: at most `LOOK_S` seconds."""
+        self._stopped.set()
+        self.join()
 
-    def __exit__(self, *exc: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._stop.is_set():
+    def run(self) -> None:
+        """Wait until the round needs no more bytes, for whichever reason."""
+        while not self._stopped.is_set():
             if not ray.wait([self._ended], timeout=LOOK_S)[0]:
                 continue
             try:
