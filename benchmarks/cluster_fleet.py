@@ -78,7 +78,8 @@ class Fleet:
         self.trainers: list[Any] = []
         self.engines: list[Any] = []
         self._count = count
-        device, common = "cuda" if options.gpus else "cpu", {"num_replicas": count, "env": dict(options.env), "placement": placed}
+        device = "cuda" if options.gpus else "cpu"
+        common: dict[str, Any] = {"num_replicas": count, "env": dict(options.env), "placement": placed}
         spec: rws.TorchEngineSpec | rws.VLLMEngineSpec
         if megabytes is None:
             size, more = options.tensor_parallel_size, options.engine_args

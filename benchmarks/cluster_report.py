@@ -276,6 +276,9 @@ def plot(document: Mapping[str, Any], path: Path) -> None:
         widths = [found["phases_s"].get(phase, {"median": 0.0})["median"] for found in largest.values()]
         seconds.barh(list(largest), widths, left=list(begin.values()), label=phase)
         begin = {label: left + width for (label, left), width in zip(begin.items(), widths, strict=True)}
+    # A broadcast's "stage" lasts as long as its "update": only the mark says how long the round took.
+    whole = [found["wall_s"]["median"] for found in largest.values()]
+    seconds.plot(whole, list(largest), linestyle="", marker="|", markersize=24, color="black", label="round")
     seconds.set(xlabel="seconds per phase, largest size (median; phases may overlap)")
     seconds.invert_yaxis()
     for axes in (rates, seconds):
