@@ -5,7 +5,7 @@ VENV := .venv
 PIP := $(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt
 RUN := $(VENV)/bin/python
 
-.PHONY: demo demo-vllm test lint bench soak clean
+.PHONY: demo demo-vllm test lint bench bench-cluster soak clean
 
 demo: $(VENV)/.demo
 	$(RUN) examples/demo.py
@@ -27,6 +27,10 @@ soak: $(VENV)/.test
 bench: $(VENV)/.demo
 	$(RUN) benchmarks/host_round.py
 	$(RUN) benchmarks/many_tensors.py
+
+bench-cluster: $(VENV)/.demo
+	$(PIP) -e '.[bench]'
+	$(RUN) benchmarks/cluster.py --cpus --local-raylets 3 --engines 1 3 --megabytes 1 16 64 --out cluster.json
 
 # torch is named first and pinned: left to itself, pip would fetch gigabytes of CUDA that no CPU test needs.
 $(VENV)/.demo: pyproject.toml constraints.txt
