@@ -219,12 +219,13 @@ class _Serving:
             self._drop(connection)
             return
         connection.received += chunk
-        nonce = bytes(connection.received[_LENGTH.size : _LENGTH.size + len(self._nonce)])
-        if len(nonce) == len(self._nonce) and not hmac.compare_digest(nonce, self._nonce):
-            raise MalformedFrame("it does not know the group")
-        while connection in self._connections and (frame := take_frame(connection.received)) is not None:
-            if not hmac.compare_digest(frame[: len(self._nonce)], self._nonce):
+        while connection in self._connections:
+            nonce = bytes(connection.received[_LENGTH.size : _LENGTH.size + len(self._nonce)])
+            if len(nonce) == len(self._nonce) and not hmac.compare_digest(nonce, self._nonce):
                 raise MalformedFrame("it does not know the group")
+            frame = take_frame(connection.received)
+            if frame is None:
+                return
             self.obey(connection, parsed(frame[len(self._nonce) :]))
 
     def obey(self, connection: _Connection, request: dict[str, Any]) -> None:

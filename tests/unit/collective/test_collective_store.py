@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import socket
 import struct
@@ -206,6 +205,10 @@ def test_who_does_not_know_the_nonce_is_refused_unread(served: Served) -> None:
         assert b"secret" not in told
         assert b"refused" in told
     assert values(friend, "a") == {"a": b"secret"}
+    with served.raw() as raw:
+        raw.sendall(request(do="set", key="a", value="") + request("f" * 32, do="set", key="b", value=""))
+        assert b"does not know the group" in until_closed(raw)
+    assert values(friend, "a", "b") == {"a": b""}
 
 
 MALFORMED = {
@@ -296,13 +299,16 @@ def test_a_store_that_is_full_refuses_and_keeps_what_it_has(served: Served, monk
 
 
 def test_who_asks_and_does_not_read_is_dropped(served: Served) -> None:
-    served.client().set("a", bytes(MAX_FRAME_BYTES // 2), limit_s=LIMIT_S)
-    asked = request(do="wait", keys=["a"], limit_s=0, unless=None)
+    friend = served.client()
+    friend.set("a", bytes(MAX_FRAME_BYTES // 2), limit_s=LIMIT_S)
+    asked, num = request(do="wait", keys=["a"], limit_s=0, unless=None), 100
     with served.raw() as raw:
-        with contextlib.suppress(ConnectionError):  # at the latest when the buffers of both ends are full
-            for _ in itertools.count():
+        with contextlib.suppress(ConnectionError):
+            for _ in range(num):
                 raw.sendall(asked)
-        assert values(served.client(), "a")
+            raw.shutdown(socket.SHUT_WR)
+        assert len(until_closed(raw)) < num * MAX_FRAME_BYTES // 2
+    assert len(values(friend, "a")["a"]) == MAX_FRAME_BYTES // 2
 
 
 @pytest.mark.parametrize(
