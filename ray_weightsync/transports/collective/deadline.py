@@ -27,7 +27,7 @@ class Deadline:
         return self.left_s == 0
 
     def as_timeout(self) -> timedelta:
-        """What is left, for torch, in whole milliseconds, which is what torch makes of it: rounded up, so that the deadline has passed then.
+        """What is left, for torch, in the whole milliseconds that it counts in: rounded up, so that the deadline has passed then.
 
         Never zero, which torch takes for no limit at all.
         """
