@@ -44,7 +44,7 @@ def broadcast(engines: list[Driver], pairs: Pairs) -> tuple[Packed, RendezvousSe
     ):
         epoch = 1 + max(worker["epoch"] for engine in engines for worker in engine.describe())
         for engine in engines:
-            engine.init({"op": "see", "transport": "collective", "probe": server.probe()})
+            engine.init({"op": "see", "transport": "collective", "probe": server.meeting.probe()})
             engine.preflight(plan)
             engine.pause()
             engine.epoch, engine.round = epoch, f"round-{epoch}"
