@@ -27,5 +27,8 @@ class Deadline:
         return self.left_s == 0
 
     def as_timeout(self) -> timedelta:
-        """What is left, for torch. Never zero, which torch takes for no limit at all."""
-        return timedelta(seconds=max(0.001, self.left_s))
+        """What is left, for torch, in the whole milliseconds that it counts in: rounded up, so that the deadline has passed then.
+
+        Never zero, which torch takes for no limit at all.
+        """
+        return timedelta(milliseconds=int(self.left_s * 1000) + 1)

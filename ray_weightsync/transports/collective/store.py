@@ -3,104 +3,42 @@
 Why not torch's ``TCPStore``: it looks up the name of every address it connects to, so where reverse DNS is bad every connection stalls
 for the resolver's timeout (5 s a lost packet; seen on torch 2.13, over loopback too). Here no name is ever looked up.
 
-What travels, both ways: frames of a big-endian ``uint32``, the number of bytes that follow, and these. A request's are the group's nonce
-(32 characters) and a JSON object with ``id``, ``do`` and what `_Serving.obey` takes; an answer's a JSON object, either ``id`` and
-``values`` (in base64, by key), or ``refused``, why the connection is closed. Nothing of a stranger's, who lacks the nonce, is parsed.
+What travels is `frames`. A request's begins with the group's nonce; nothing of a stranger's, who lacks it, is parsed.
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import hmac
-import json
 import logging
 import selectors
 import socket
-import struct
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ray_weightsync.transports.collective.frames import (
+    LENGTH_BYTES,
+    MAX_FRAME_BYTES,
+    MalformedFrame,
+    decoded,
+    encoded,
+    framed,
+    parsed,
+    take_frame,
+)
+
 logger = logging.getLogger(__name__)
 
-MAX_FRAME_BYTES = 1 << 20
 MAX_STORE_BYTES = 64 << 20
 """Most bytes of keys and values together. gloo's meeting takes some 60 for each pair of ranks."""
 
-_LENGTH = struct.Struct("!I")
 _CHUNK_BYTES = 1 << 16
 _END_S = 10.0
 _MAX_WAIT_S = 1e9
 _MAX_SELECT_S = 3600.0
-
-
-class MalformedFrame(ValueError):
-    """What arrived is nothing that this protocol has."""
-
-
-def framed(value: dict[str, Any], nonce: str = "") -> bytes:
-    """The frame of a JSON object.
-
-    Raises:
-        MalformedFrame: if it is larger than `MAX_FRAME_BYTES`.
-    """
-    body = nonce.encode() + json.dumps(value).encode()
-    if len(body) > MAX_FRAME_BYTES:
-        raise MalformedFrame(f"a frame of {len(body)} bytes; at most {MAX_FRAME_BYTES} are allowed")
-    return _LENGTH.pack(len(body)) + body
-
-
-def take_frame(received: bytearray) -> bytes | None:
-    """Take the first frame from what was received; None while it is incomplete.
-
-    Raises:
-        MalformedFrame: if it is empty or larger than `MAX_FRAME_BYTES`.
-    """
-    if len(received) < _LENGTH.size:
-        return None
-    (num_bytes,) = _LENGTH.unpack_from(received)
-    if not 0 < num_bytes <= MAX_FRAME_BYTES:
-        raise MalformedFrame(f"a frame of {num_bytes} bytes; from 1 to {MAX_FRAME_BYTES} are allowed")
-    end = _LENGTH.size + num_bytes
-    if len(received) < end:
-        return None
-    frame = bytes(received[_LENGTH.size : end])
-    del received[:end]
-    return frame
-
-
-def parsed(body: bytes) -> dict[str, Any]:
-    """The JSON object in a frame.
-
-    Raises:
-        MalformedFrame: if there is none.
-    """
-    try:
-        value = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise MalformedFrame(f"no JSON: {type(error).__name__}") from error
-    if not isinstance(value, dict):
-        raise MalformedFrame("no JSON object")
-    return value
-
-
-def encoded(value: bytes) -> str:
-    return base64.b64encode(value).decode()
-
-
-def decoded(value: str) -> bytes:
-    """What `encoded` made a string of.
-
-    Raises:
-        MalformedFrame: if it was not made so.
-    """
-    try:
-        return base64.b64decode(value, validate=True)
-    except ValueError as error:
-        raise MalformedFrame("a value that is not in base64") from error
 
 
 class StoreServer:
@@ -219,12 +157,13 @@ class _Serving:
             self._drop(connection)
             return
         connection.received += chunk
-        nonce = bytes(connection.received[_LENGTH.size : _LENGTH.size + len(self._nonce)])
-        if len(nonce) == len(self._nonce) and not hmac.compare_digest(nonce, self._nonce):
-            raise MalformedFrame("it does not know the group")
-        while connection in self._connections and (frame := take_frame(connection.received)) is not None:
-            if not hmac.compare_digest(frame[: len(self._nonce)], self._nonce):
+        while connection in self._connections:
+            nonce = bytes(connection.received[LENGTH_BYTES : LENGTH_BYTES + len(self._nonce)])
+            if len(nonce) == len(self._nonce) and not hmac.compare_digest(nonce, self._nonce):
                 raise MalformedFrame("it does not know the group")
+            frame = take_frame(connection.received)
+            if frame is None:
+                return
             self.obey(connection, parsed(frame[len(self._nonce) :]))
 
     def obey(self, connection: _Connection, request: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""A process's connection to a group's store; see `store` for what it says there."""
+"""A process's connection to a group's store; see `frames` for what is said there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from concurrent import futures
 from typing import Any
 
-from ray_weightsync.transports.collective.store import MalformedFrame, decoded, encoded, framed, parsed, take_frame
+from ray_weightsync.transports.collective.frames import MalformedFrame, decoded, encoded, framed, parsed, take_frame
 
 _CHUNK_BYTES = 1 << 16
 _STALL_S = 5.0

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from ray_weightsync.transports.collective import member
+from ray_weightsync.transports.collective.group_store import GroupStore
 from ray_weightsync.transports.collective.rendezvous import GroupError
 from ray_weightsync.weights.digest import weights_digest
 
@@ -144,6 +146,37 @@ def test_a_closed_store_ends_receivers_that_wait_to_join_at_once(group: Any, wei
     made.server.close()
     with pytest.raises(GroupError, match=r"the sender of group .* is gone"):
         waiting.result()
+    delivery.close()
+
+
+def test_a_receiver_that_began_to_wait_before_it_reached_the_store_learns_of_the_failure_while_its_backend_hangs(
+    group: Any, weights: Any, aside: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reach, hang = threading.Event(), threading.Event()
+
+    def reached_late(*args: Any) -> GroupStore:
+        assert reach.wait(BUSY_S)
+        return GroupStore(*args)
+
+    def hanging(*_: Any) -> None:
+        hang.wait()
+        raise GroupError("nobody is left")
+
+    monkeypatch.setattr(member, "GroupStore", reached_late)
+    monkeypatch.setattr(member, "join", hanging)
+    _, plan = weights()
+    made = group(2)
+    delivery = made.open(1, plan, limit_s=FOREVER_S)
+    waiting = aside(lambda: list(delivery))
+    while not delivery._iterated:
+        threading.Event().wait(0.005)
+    reach.set()
+    while delivery._thread.store is None:
+        delivery._thread.join(0.005)
+    made.server.close()
+    with pytest.raises(GroupError, match=r"the sender of group .* is gone"):
+        waiting.result()
+    hang.set()
     delivery.close()
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import json
 import socket
 import struct
@@ -20,9 +18,10 @@ from hypothesis import strategies as st
 
 from ray_weightsync.transports.collective import store as store_module
 from ray_weightsync.transports.collective.deadline import Deadline
+from ray_weightsync.transports.collective.frames import MAX_FRAME_BYTES, framed
 from ray_weightsync.transports.collective.group_store import GroupStore
 from ray_weightsync.transports.collective.rendezvous import Rendezvous
-from ray_weightsync.transports.collective.store import MAX_FRAME_BYTES, StoreServer, framed
+from ray_weightsync.transports.collective.store import StoreServer
 from ray_weightsync.transports.collective.store_client import StoreClient, StoreGone, StoreRefused
 
 NONCE = "0123456789abcdef" * 2
@@ -206,6 +205,10 @@ def test_who_does_not_know_the_nonce_is_refused_unread(served: Served) -> None:
         assert b"secret" not in told
         assert b"refused" in told
     assert values(friend, "a") == {"a": b"secret"}
+    with served.raw() as raw:
+        raw.sendall(request(do="set", key="a", value="") + request("f" * 32, do="set", key="b", value=""))
+        assert b"does not know the group" in until_closed(raw)
+    assert values(friend, "a", "b") == {"a": b""}
 
 
 MALFORMED = {
@@ -296,13 +299,13 @@ def test_a_store_that_is_full_refuses_and_keeps_what_it_has(served: Served, monk
 
 
 def test_who_asks_and_does_not_read_is_dropped(served: Served) -> None:
-    served.client().set("a", bytes(MAX_FRAME_BYTES // 2), limit_s=LIMIT_S)
-    asked = request(do="wait", keys=["a"], limit_s=0, unless=None)
+    friend = served.client()
+    friend.set("a", bytes(MAX_FRAME_BYTES // 2), limit_s=LIMIT_S)
     with served.raw() as raw:
-        with contextlib.suppress(ConnectionError):  # at the latest when the buffers of both ends are full
-            for _ in itertools.count():
-                raw.sendall(asked)
-        assert values(served.client(), "a")
+        raw.sendall(request(do="wait", keys=["a"], limit_s=0, unless=None) * 100)
+        for _ in range(2):  # the second is answered after all that was sent before the first
+            assert len(values(friend, "a")["a"]) == MAX_FRAME_BYTES // 2
+        until_closed(raw)
 
 
 @pytest.mark.parametrize(
