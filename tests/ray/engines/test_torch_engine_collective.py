@@ -70,7 +70,8 @@ class Broadcast:
 
     def begin(self, engines: list[Any]) -> list[Any]:
         """Everything before the broadcast; the refs are of updates under way."""
-        call(engines, "init_weight_transfer_engine", {"init_info": {"op": "see", "transport": "collective", "probe": self.server.meeting.probe()}})
+        see = {"op": "see", "transport": "collective", "probe": self.server.meeting.probe()}
+        call(engines, "init_weight_transfer_engine", {"init_info": see})
         call(engines, "init_weight_transfer_engine", {"init_info": {"op": "plan", "plan": PLAN.to_wire()}})
         call(engines, "pause_generation", mode="keep", clear_cache=False)
         call(engines, "start_weight_update")
