@@ -119,8 +119,8 @@ class Trainer:
     def close(self) -> None:
         self._sender.close()
 
-    def drive_with_vllms_own(self, handles: list[Any], checkpoints: list[str], world_size: int, packed_buffer_size_bytes: int) -> Any:
-        """vLLM's trainer engine, our client: make a group, and send each checkpoint. Yields once after each."""
+    def open_vllms(self, handles: list[Any], checkpoint: str, world_size: int, packed_buffer_size_bytes: int) -> None:
+        """vLLM's own trainer engine makes a group through our client; unpacked for a size of 0."""
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
 
         client = RayVLLMWeightSyncClient(handles, timeout=support.CALL_LIMIT_S)
@@ -133,13 +133,15 @@ class Trainer:
                 packed=packed_buffer_size_bytes > 0,
                 packed_buffer_size_bytes=packed_buffer_size_bytes,
             )
-            source = StateDictSource(support.checkpoint(checkpoints[0]))
-            engine = NCCLTrainerWeightTransferEngine.trainer_init(init_info, client=client, source=source)
-        for checkpoint in checkpoints:
-            engine.source = StateDictSource(support.checkpoint(checkpoint))
-            engine.send_weights()
-            yield
-        engine.shutdown()
+            self._vllms = NCCLTrainerWeightTransferEngine.trainer_init(init_info, client=client, source=_source(checkpoint)[0])
+
+    def send_vllms(self, checkpoint: str) -> None:
+        """A whole session through our client."""
+        self._vllms.source = _source(checkpoint)[0]
+        self._vllms.send_weights()
+
+    def close_vllms(self) -> None:
+        self._vllms.shutdown()
 
 
 @contextlib.contextmanager

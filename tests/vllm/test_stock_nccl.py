@@ -50,11 +50,11 @@ class Stock:
         inits = [engine.call.remote("init_weight_transfer_engine", info) for engine, info in zip(self.engines.values(), infos, strict=True)]
         self.told([self.trainer.join.remote(LIMIT_S), *inits])
 
-    def leave(self) -> None:
-        """End the group on both sides."""
+    def leave(self, closing: str = "close") -> None:
+        """End the group on both sides; ``closing`` is the trainer's method for its own."""
         if all(self.told([engine.supports.remote("shutdown_weight_transfer_engine") for engine in self.engines.values()])):
             self.told(self.each("shutdown_weight_transfer_engine"))
-        self.told([self.trainer.close.remote()])
+        self.told([getattr(self.trainer, closing).remote()])
 
     def begin(self, checkpoint: str) -> list[Any]:
         """Everything until the engines receive."""
@@ -101,16 +101,14 @@ def test_stock_engines_serve_what_our_sender_broadcast_and_so_does_the_way_back_
 def test_vllms_own_trainer_engine_drives_independent_engines_through_our_client(
     stock: Stock, packed_buffer_size_bytes: int, checkpoints: Checkpoints, fresh_b: Tokens
 ) -> None:
-    drive = stock.trainer.drive_with_vllms_own.options(num_returns="streaming")
-    handles, both = list(stock.engines.values()), [checkpoints.b, checkpoints.a]
-    stock.told(stock.each("pause_generation"))
-    sent = drive.remote(handles, both, GROUP.world_size, packed_buffer_size_bytes)
-    for fresh in (fresh_b, stock.fresh_a):
-        ray.get(next(sent), timeout=support.CALL_LIMIT_S)
+    handles = list(stock.engines.values())
+    stock.told([stock.trainer.open_vllms.remote(handles, checkpoints.b, GROUP.world_size, packed_buffer_size_bytes)])
+    for checkpoint, fresh in ((checkpoints.b, fresh_b), (checkpoints.a, stock.fresh_a)):
+        stock.told(stock.each("pause_generation"))
+        stock.told([stock.trainer.send_vllms.remote(checkpoint)])
         stock.told(stock.each("resume_generation"))
         assert stock.tokens() == fresh
-        stock.told(stock.each("pause_generation"))
-    stock.told(stock.each("resume_generation"))
+    stock.leave("close_vllms")
 
 
 def test_a_source_that_fails_leaves_no_engine_waiting_and_the_next_transfer_in_the_same_group_is_served(
