@@ -19,6 +19,7 @@ from typing import Any
 from ray_weightsync.config import PauseMode, require_choice, version_label
 from ray_weightsync.errors import CallFailure, ConfigError, EngineCallError, UnsupportedError
 from ray_weightsync.protocol import channel as verbs
+from ray_weightsync.protocol import offsets
 from ray_weightsync.protocol.channel import Channel
 from ray_weightsync.protocol.fanout import Outcomes, fan_out
 from ray_weightsync.protocol.messages import Payload, PerReplica
@@ -57,12 +58,18 @@ class BlockingClient(ABC):
         """Set up the engines' end of a data plane.
 
         Args:
-            init_info: The backend's fields, plain data. `PerReplica` gives each engine its own, such as its ``rank_offset``.
+            init_info: The backend's fields, plain data. `PerReplica` gives each engine its own. Where several engines get one for
+                vLLM's ``nccl`` or ``sparse_nccl``, its ``rank_offset`` is the first one's, and each later one gets its own.
 
         Raises:
+            ConfigError: if the group's ``world_size`` is not that of these engines; nothing was sent.
             TypeError: if a payload is not plain data; nothing was sent.
             EngineCallError: see the class.
         """
+        if len(self._channels) > 1 and not isinstance(init_info, PerReplica | list) and offsets.joins_a_group(init_info):
+            self._require(verbs.INIT)
+            ranks: dict[str, Any] = {"world_sizes": self.get_world_size(), "indices": self._data_parallel_indices()}
+            init_info = PerReplica(offsets.spread(init_info, labels=self.labels, **ranks))
         self._send(verbs.INIT, init_info)
 
     def start_weight_update(self) -> None:
@@ -161,6 +168,10 @@ class BlockingClient(ABC):
 
     def _label(self, label: str, holds: str) -> None:
         self._ask(verbs.SET_VERSION, label, holds=holds, hint="update_weight_version may be repeated alone")
+
+    def _data_parallel_indices(self) -> list[int | None]:
+        """Which data-parallel engine of its deployment each engine is, where it can be seen."""
+        return [None] * len(self._channels)
 
     @abstractmethod
     def _payload_calls(self, verb: str, payloads: Sequence[Payload]) -> list[Call]:

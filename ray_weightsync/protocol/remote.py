@@ -253,3 +253,9 @@ def world_size(actor: Any, path: str) -> int | None:
     """Workers of a vLLM engine, data parallel ones included (TP x PP x DP); None if there is no vLLM configuration."""
     size = getattr(getattr(config_of(resolve(actor, path)), "parallel_config", None), "world_size_across_dp", None)
     return None if size is None else int(size)
+
+
+def data_parallel_index(actor: Any, path: str) -> int | None:
+    """Which data-parallel engine of its deployment a vLLM engine is; None if there is no vLLM configuration."""
+    index = getattr(getattr(config_of(resolve(actor, path)), "parallel_config", None), "data_parallel_index", None)
+    return None if index is None else int(index)

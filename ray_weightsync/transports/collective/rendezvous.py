@@ -152,7 +152,7 @@ class RendezvousServer:
             from ray_weightsync.transports.collective.communicator import new_unique_id
 
             unique_id = base64.b64encode(new_unique_id()).decode()
-        bound = _bound(address)
+        bound = listening(address)
         try:
             self.meeting = Meeting(
                 id=secrets.token_hex(16),
@@ -209,7 +209,12 @@ def local_address_towards(address: str, port: int) -> str:
         raise GroupError(f"there is no way from here to {address}, the sender's address: {error}") from error
 
 
-def _bound(address: str) -> socket.socket:
+def listening(address: str) -> socket.socket:
+    """A socket that listens on this address, on a port that the kernel picks. The caller's to close.
+
+    Raises:
+        ConfigError: if it is not this machine's.
+    """
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, protocol)

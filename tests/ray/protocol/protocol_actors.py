@@ -77,7 +77,7 @@ class AsyncEngine(Script):
 
     def __init__(self, script: dict[str, Any] | None = None, *, handler: bool = True) -> None:
         super().__init__(script)
-        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size_across_dp=4))
+        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size_across_dp=4, data_parallel_index=0))
         self.output_handler = asyncio.get_running_loop().create_task(asyncio.Event().wait()) if handler else None
 
     async def _at(self, verb: str) -> None:

@@ -39,6 +39,12 @@ def test_a_whole_session_reaches_every_engine_and_labels_come_last() -> None:
         assert record["payloads"] == [{"rank_offset": offset}, [{"shape": [1, 2]}, {"dtype": "float16"}]]
 
 
+def test_one_init_info_for_several_engines_gives_each_its_own_ranks() -> None:
+    actors = [EngineActor.remote(), EngineActor.remote()]
+    RayVLLMWeightSyncClient(actors).init_weight_transfer_engine({"master_address": "a", "rank_offset": 1, "world_size": 9})
+    assert [record["payloads"][0]["rank_offset"] for record in records(*actors)] == [1, 5]
+
+
 def test_questions_have_one_answer_per_engine_and_one_handle_is_a_list_of_one() -> None:
     client = RayVLLMWeightSyncClient(EngineActor.remote())
     assert client.get_world_size() == [4]  # read from its vllm_config: AsyncLLM has no such method

@@ -226,8 +226,9 @@ def test_two_threads_use_one_client_at_once(gate: threading.Event) -> None:
     assert not update.is_alive()
 
 
-def test_a_late_answer_is_logged_with_what_it_said(gate: threading.Event, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_late_answer_is_logged_with_what_it_said(gate: threading.Event) -> None:
     said = threading.Event()
+    heard: list[str] = []
 
     class Late(FakeChannel):
         async def call(self, verb: str, *args: Any, **kwargs: Any) -> Any:
@@ -236,6 +237,7 @@ def test_a_late_answer_is_logged_with_what_it_said(gate: threading.Event, caplog
 
     class Heard(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
+            heard.append(record.getMessage())
             said.set()
 
     handler = Heard()
@@ -247,7 +249,7 @@ def test_a_late_answer_is_logged_with_what_it_said(gate: threading.Event, caplog
         assert said.wait(10)
     finally:
         logging.getLogger("ray_weightsync.protocol.blocking").removeHandler(handler)
-    assert "start_weight_update of e0 was answered after its deadline: ValueError: too late" in caplog.text
+    assert heard == ["start_weight_update of e0 was answered after its deadline: ValueError: too late"]
 
 
 def test_it_is_a_client_in_vllms_sense_and_what_lacks_a_verb_is_none() -> None:
@@ -275,3 +277,24 @@ def test_importing_the_room_imports_neither_torch_nor_ray_nor_requests() -> None
     """)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split("\n")[:4] == ["[]", "[]", "[]", "[] True"]
+
+
+class TestRanks:
+    INFO: dict[str, Any] = {"master_address": "a", "master_port": 1, "rank_offset": 1, "world_size": 4}  # noqa: RUF012
+
+    def test_each_engine_gets_its_own_rank_offset_when_all_were_sent_one(self) -> None:
+        client = fleet({verbs.WORLD_SIZE: 1}, {verbs.WORLD_SIZE: 2})
+        client.init_weight_transfer_engine(self.INFO)
+        assert [channel.order[-1] for channel in client.channels] == [(verbs.INIT, {**self.INFO, "rank_offset": each}) for each in (1, 2)]
+
+    def test_a_group_of_another_size_is_refused_before_anything_is_sent(self) -> None:
+        client = fleet({verbs.WORLD_SIZE: 1}, {verbs.WORLD_SIZE: 1})
+        with pytest.raises(ConfigError, match="world_size=4"):
+            client.init_weight_transfer_engine(self.INFO)
+        assert [channel.order for channel in client.channels] == [[verbs.WORLD_SIZE]] * 2
+
+    def test_a_single_engine_and_what_is_said_for_each_are_left_as_they_are(self) -> None:
+        one, two = fleet({}), fleet({}, {})
+        one.init_weight_transfer_engine(self.INFO)
+        two.init_weight_transfer_engine(PerReplica([self.INFO, self.INFO]))
+        assert [channel.order for channel in (*one.channels, *two.channels)] == [[(verbs.INIT, self.INFO)]] * 3

@@ -1,0 +1,325 @@
+"""The trainer's end toward engines on vLLM's own ``nccl`` backend, packed or not, in the format that their receiver expects.
+
+What differs from `sender`: the group is made once and lives for many transfers; its other ranks are vLLM's own code, so nobody tells why
+it failed and nobody attests what arrived. A receiver that has begun waits in NCCL for all that its ``update_info`` named, without a limit.
+So when the source fails, the rest is broadcast as zeros: the engines hold torn weights then, but they answer, and the next transfer
+replaces those. When a receiver or the deadline ends a transfer, the group is lost, and whoever is stuck in it has to be killed.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections import deque
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+
+from ray_weightsync.errors import ConfigError
+from ray_weightsync.transports.collective.communicator import Communicator
+from ray_weightsync.transports.collective.deadline import Deadline
+from ray_weightsync.transports.collective.group_store import Answer
+from ray_weightsync.transports.collective.handover import Handover
+from ray_weightsync.transports.collective.rendezvous import SENDER, GroupError, address_of, listening
+from ray_weightsync.transports.collective.stock_format import VIEWS_SCALARS_SINCE, StockFormat, check, largest_cut
+from ray_weightsync.transports.collective.stock_nccl import VllmCommunicator
+from ray_weightsync.transports.collective.stock_thread import OwnerThread
+from ray_weightsync.weights.copying import copy_hashed, copy_hashed_in_pieces
+from ray_weightsync.weights.packing import Packed, pack_each
+from ray_weightsync.weights.plan import Plan, TensorSpec
+from ray_weightsync.worker.identity import node_ip
+from ray_weightsync.worker.payload import words_of
+
+logger = logging.getLogger(__name__)
+
+CLOSE_LIMIT_S = 10.0
+"""Seconds for the communicator to let go; vLLM gives its own abort 5."""
+
+Join = Callable[[socket.socket, int, torch.device, float], Communicator]
+"""Meets the workers as rank 0: the listening socket, which it takes over; ranks in the group; where the buffers are; a limit in seconds."""
+
+
+class StockSender:
+    """Rank 0 of a group with the workers of engines on vLLM's ``nccl`` backend. A context manager.
+
+    It listens from the moment it is made, on a port that stays its own. Then, in this order: every replica gets `init_info`, all at once,
+    while `join` runs here; for each transfer every replica gets ``start_weight_update`` and ``update_weights`` with `update_info`, all at
+    once, while `send` runs here; when both are over, ``finish_weight_update``.
+
+    Args:
+        form: How transfers are cut.
+        world_size: Ranks in the group, this one included.
+        interface: Network interface whose address the workers are told, such as ``"eth0"``.
+        address: The address itself. Without either, the one by which this machine reaches others.
+        device: Where the buffers are. None: the current GPU.
+        communicator: What joins. vLLM's own, so vLLM has to be importable here: its receivers do, as they join, what only the same code
+            is sure to match, and its rendezvous takes a socket that is bound already.
+
+    Raises:
+        ConfigError: without a GPU; or if the interface or the address is not this machine's.
+    """
+
+    def __init__(
+        self,
+        form: StockFormat,
+        *,
+        world_size: int,
+        interface: str | None = None,
+        address: str | None = None,
+        device: torch.device | None = None,
+        communicator: Join = VllmCommunicator,
+    ) -> None:
+        if world_size < 2:
+            raise ConfigError(f"a group of the sender and at least one worker has a world_size of 2 or more, not {world_size}")
+        self.form = form
+        self.world_size = world_size
+        self._device = device or _current_gpu()
+        self._join = communicator
+        self._address = address_of(interface) if interface is not None else address or node_ip()
+        self._socket = listening(self._address)
+        self._port: int = self._socket.getsockname()[1]
+        self._owner = OwnerThread(f"rws-stock-{self._port}")
+        self._communicator: Communicator | None = None
+        self._pieces: Handover[torch.Tensor] | None = None
+        self._lost: str | None = None
+        self._closed = False
+
+    def init_info(self, *, rank_offset: int, world_size: int) -> dict[str, Any]:
+        """What ``init_weight_transfer_engine`` of one replica gets. The arguments are `Group.init_payload` of it.
+
+        Raises:
+            GroupError: if that is another group's.
+        """
+        if world_size != self.world_size:
+            raise GroupError(f"these ranks are of a group of {world_size}, the sender's is of {self.world_size}")
+        where: dict[str, Any] = {"master_address": self._address, "master_port": self._port}
+        return self.form.init_info(**where, rank_offset=rank_offset, world_size=world_size)
+
+    def join(self, *, limit_s: float) -> None:
+        """Meet all workers, which are in ``init_weight_transfer_engine`` meanwhile.
+
+        Raises:
+            TimeoutError: if they have not all come within ``limit_s`` seconds. The group is lost.
+            GroupError: if it has joined before, or cannot.
+        """
+        self._require_whole()
+        if self._communicator is not None:
+            raise GroupError("this group was joined before")
+        joining = self._owner.submit(partial(self._meet, limit_s))
+        try:
+            joining.result(limit_s)
+        except BaseException as error:
+            self._lose(f"joining failed: {words_of(error)}")
+            if isinstance(error, TimeoutError):
+                raise TimeoutError(
+                    f"waited {limit_s:.1f} s at {self._address}:{self._port} for the engines' {self.world_size - 1} workers to join; "
+                    "those that did are stuck until they are killed"
+                ) from error
+            raise
+
+    def send(
+        self, pairs: Iterable[tuple[str, torch.Tensor]], plan: Plan, *, limit_s: float, vllm: tuple[int, int] = VIEWS_SCALARS_SINCE
+    ) -> Packed:
+        """Broadcast one plan's bytes. On return every byte has been sent, which says nothing of what the engines made of it.
+
+        Args:
+            pairs: ``(name, tensor)`` in plan order; a source is one. Read on the calling thread.
+            plan: What ``pairs`` declared, and the engines' `update_info` was made of.
+            limit_s: Seconds for everything: the source and the slowest receiver.
+            vllm: Version of the oldest engine, major and minor.
+
+        Returns:
+            What was sent. No receiver attests its digest.
+
+        Raises:
+            ConfigError: if an engine could not read ``plan``: nothing was sent, and no engine may be told to receive it. Or if ``pairs``
+                disagrees with ``plan``.
+            TimeoutError: at the limit, saying how far it got. The group is lost.
+            GroupError: if the group is lost, before or by `abort`.
+            Exception: whatever ``pairs`` raises. The rest was sent as zeros: the engines answer, their weights are torn, and the group
+                is whole, unless the error has a note that says otherwise.
+        """
+        self._require_whole()
+        if self._communicator is None:
+            raise GroupError("join the group before sending to it")
+        check(plan, self.form, vllm=vllm)
+        deadline = Deadline(limit_s)
+        self._pieces = pieces = Handover[torch.Tensor](self.form.packed_num_buffers)
+        packer = _Packer(pieces, plan, self.form, self._device, deadline)
+        broadcasting = self._owner.submit(partial(_broadcast, self._communicator, pieces, packer))
+        try:
+            packed = pack_each(pairs, plan, packer.place)
+            packer.finish()
+            return packed
+        except BaseException as error:
+            if isinstance(error, Exception) and pieces.failure is None and not deadline.passed:
+                self._complete(packer, error)
+            else:
+                self._lose(words_of(pieces.failure or error))
+            raise
+        finally:
+            self._pieces = None
+            if self._lost is None:
+                broadcasting.result(CLOSE_LIMIT_S)  # it has nothing left to do
+
+    def abort(self, reason: str) -> None:
+        """End `send`, from another thread, such as when a receiver is gone. The group is lost. Idempotent."""
+        self._lose(reason)
+
+    def close(self) -> None:
+        """Leave the group and free what belongs to it. The engines keep their ends until they are told to shut them down. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._socket.close()
+        if self._communicator is not None:
+            self._communicator.abort()
+        try:
+            self._owner.submit(self._leave).result(CLOSE_LIMIT_S)
+        except TimeoutError:
+            logger.warning("a call into the group at %s:%d does not return; its thread is left behind", self._address, self._port)
+            return
+        self._owner.stop(CLOSE_LIMIT_S)
+
+    def __enter__(self) -> StockSender:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _meet(self, limit_s: float) -> None:
+        communicator = self._join(self._socket, self.world_size, self._device, limit_s)
+        self._communicator = communicator
+        if self._lost is not None:  # nobody waits for it any more
+            self._leave()
+
+    def _leave(self) -> None:
+        communicator, self._communicator = self._communicator, None
+        if communicator is not None:
+            communicator.close()
+
+    def _complete(self, packer: _Packer, error: Exception) -> None:
+        """The source has failed, and the engines wait for what it did not give."""
+        try:
+            packer.fill()
+        except Exception as failure:
+            self._lose(words_of(failure))
+            error.add_note(f"The group is lost too: {words_of(failure)}")
+
+    def _lose(self, why: str) -> None:
+        if self._lost is None:
+            self._lost = why
+        if (pieces := self._pieces) is not None:
+            pieces.fail(GroupError(why))
+        if self._communicator is not None:
+            self._communicator.abort()
+
+    def _require_whole(self) -> None:
+        if self._closed:
+            raise GroupError("this sender was closed")
+        if self._lost is not None:
+            raise GroupError(f"this group is lost ({self._lost}): kill the engines that are stuck in it, and make a new one")
+
+
+class _Packer:
+    """Lays tensors end to end into buffers, and hands each buffer on when it is full. Called once a tensor, in plan order."""
+
+    def __init__(self, pieces: Handover[torch.Tensor], plan: Plan, form: StockFormat, device: torch.device, deadline: Deadline) -> None:
+        self._pieces = pieces
+        self._device = device
+        self._deadline = deadline
+        self._buffer_bytes = largest_cut(plan, form)
+        self._buffers: dict[int, torch.Tensor] = {}
+        self._left = deque((sum(each.nbytes for each in cut), spec, spec is cut[-1]) for cut in form.cuts(plan) for spec in cut)
+        self._open: tuple[int, torch.Tensor] | None = None
+        self._used = 0
+        self._num_bytes = plan.weight_bytes
+        self.num_sent = 0
+
+    def place(self, spec: TensorSpec, tensor: torch.Tensor) -> bytes:
+        """Copy one tensor to its place, and return the digest of the bytes there."""
+        return self._next(lambda room: _copied(tensor, room))
+
+    def fill(self) -> None:
+        """Zeros for every tensor that was not placed, until all receivers have what they wait for.
+
+        Raises:
+            TimeoutError, GroupError: if they have not.
+        """
+        while self._left:
+            self._next(lambda room: room.zero_())
+        self.finish()
+
+    def finish(self) -> None:
+        """Wait until everything is sent.
+
+        Raises:
+            TimeoutError, GroupError: if it is not.
+        """
+        self._pieces.finish()
+        self._wait(self._pieces.wait_used)
+
+    def _next(self, put: Callable[[torch.Tensor], Answer]) -> Answer:
+        if self._deadline.passed:
+            raise self._late("the source")
+        cut_bytes, spec, is_last = self._left[0]
+        if self._open is None:
+            self._open, self._used = self._buffer(cut_bytes), 0
+        slot, piece = self._open
+        answer = put(piece[self._used : self._used + spec.nbytes])
+        self._left.popleft()
+        self._used += spec.nbytes
+        if is_last:
+            self._open = None
+            self._pieces.put(slot, piece)
+        return answer
+
+    def _buffer(self, num_bytes: int) -> tuple[int, torch.Tensor]:
+        slot = self._wait(self._pieces.reserve)
+        if slot not in self._buffers:
+            self._buffers[slot] = torch.empty(self._buffer_bytes, dtype=torch.uint8, device=self._device)
+        return slot, self._buffers[slot][:num_bytes]
+
+    def _wait(self, wait: Callable[[float], Answer | None]) -> Answer:
+        answer = wait(self._deadline.left_s)
+        if answer is None:
+            raise self._late("the slowest receiver")
+        return answer
+
+    def _late(self, whom: str) -> TimeoutError:
+        return TimeoutError(f"waited {self._deadline.limit_s:.1f} s for {whom}; {self.num_sent} of {self._num_bytes} bytes were sent")
+
+
+def _broadcast(communicator: Communicator, pieces: Handover[torch.Tensor], packer: _Packer) -> None:
+    """Broadcast what is handed over; on the thread that owns the communicator."""
+    try:
+        while True:
+            got = pieces.take(1.0)
+            if got is None:
+                continue  # whoever packs minds the deadline
+            slot, piece = got
+            communicator.broadcast(piece, SENDER)
+            packer.num_sent += piece.numel()
+            pieces.release(slot)
+    except EOFError:
+        return
+    except BaseException as error:
+        told = f"a broadcast failed after {packer.num_sent} bytes: {words_of(error)}"
+        failure = error if isinstance(error, GroupError) else GroupError(told)
+        failure.__cause__ = None if failure is error else error
+        pieces.fail(failure)
+
+
+def _copied(tensor: torch.Tensor, room: torch.Tensor) -> bytes:
+    return copy_hashed(tensor, room.numpy().data) if room.is_cpu else copy_hashed_in_pieces(tensor, [room])
+
+
+def _current_gpu() -> torch.device:
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "vLLM's nccl backend needs a GPU in the trainer, and there is none here",
+            hint="on CPU, start the engines with rws.vllm_engine_args() and use the host or the collective transport",
+        )
+    return torch.device("cuda", torch.cuda.current_device())

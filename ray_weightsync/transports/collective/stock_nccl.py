@@ -1,0 +1,88 @@
+"""vLLM's own communicator as the sender's: only its calls are here. Not yet run on a GPU: see ``tests/gpu/test_gpu_stock.py``."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import math
+import socket
+import time
+from typing import Any
+
+import torch
+from torch.distributed import DistError
+
+from ray_weightsync.transports.collective.rendezvous import SENDER, GroupError
+
+_POLL_S = 0.0005
+
+
+class VllmCommunicator:
+    """A `Communicator` through vLLM's ``StatelessProcessGroup`` and ``PyNcclCommunicator`` (0.28 to 0.32), as its receivers make theirs.
+
+    Nothing here has a deadline once all ranks have met: ``ncclCommInitRank`` blocks. Whoever waits for this one aborts it.
+
+    Args:
+        bound: Listens where the workers have been told. Taken over.
+        world_size: Ranks, this one included.
+        device: Where buffers are.
+        limit_s: Seconds for all ranks to come.
+
+    Raises:
+        ModuleNotFoundError: without vLLM.
+        TimeoutError: if not all ranks came.
+        GroupError: if vLLM finds no NCCL.
+    """
+
+    rank = SENDER
+    passes_on = True
+
+    def __init__(self, bound: socket.socket, world_size: int, device: torch.device, limit_s: float) -> None:
+        meeting = importlib.import_module("vllm.distributed.utils").StatelessProcessGroup
+        pynccl = importlib.import_module("vllm.distributed.device_communicators.pynccl")
+        nccl_common = importlib.import_module("vllm.distributed.weight_transfer.nccl_common")
+        self.world_size = world_size
+        self.device = device
+        self._cuda: Any = torch.cuda  # partly untyped
+        self._cuda.set_device(device)  # of this thread: a new one begins with GPU 0
+        self._aborted = False
+        host, port = bound.getsockname()[:2]
+        try:
+            group = meeting.create(
+                host=host, port=port, rank=SENDER, world_size=world_size, store_timeout=math.ceil(limit_s), listen_socket=bound
+            )
+        except DistError as error:
+            raise TimeoutError(f"not all workers came within {limit_s:.1f} s: {error}") from error
+        # Since 0.30 the receivers join without the NCCL settings that vLLM pins for itself; both ends must have the same.
+        unpinned = getattr(nccl_common, "unpinned_nccl_env", contextlib.nullcontext)
+        with unpinned():
+            self._comm: Any = pynccl.PyNcclCommunicator(group, device=device)
+        if self._comm.disabled:
+            raise GroupError("vLLM finds no NCCL library here, or is told not to use it (VLLM_DISABLE_PYNCCL)")
+        self._stream = self._cuda.Stream(device)
+
+    def broadcast(self, buffer: torch.Tensor, src: int) -> None:
+        """See `Communicator`. Receivers may have asked for another dtype: NCCL counts broadcasts in bytes."""
+        if self._comm is None or self._aborted:
+            raise GroupError("the group was aborted")
+        self._stream.wait_stream(self._cuda.current_stream(self.device))
+        self._comm.broadcast(buffer, src=src, stream=self._stream)
+        done = self._cuda.Event()
+        done.record(self._stream)
+        while not done.query():
+            if self._aborted:
+                self.close()
+                break
+            time.sleep(_POLL_S)
+        if self._aborted:  # an aborted kernel ends like one that is complete
+            raise GroupError("the group was aborted")
+
+    def abort(self) -> None:
+        """See `Communicator`: the thread that waits for the pending broadcast sees the mark and ends it."""
+        self._aborted = True
+
+    def close(self) -> None:
+        """See `Communicator`. Aborts: to leave properly is a collective, and would wait for a rank that is gone."""
+        comm, self._comm = self._comm, None
+        if comm is not None:
+            comm.destroy()
