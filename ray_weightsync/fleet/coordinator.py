@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Mapping, Sequence
 
 from ray_weightsync.config import tombstone
@@ -132,9 +133,18 @@ class Coordinator:
 
         Raises:
             RoundAborted: if no coordinator had begun it.
-            WeightSyncError: what its caller would have been told.
+            WeightSyncError: what its caller would have been told; or that it has not ended in the time that a round may take.
         """
+        began, limit_s = time.monotonic(), self._timeouts.staging_s(0) + self.rounds.longest_s
         while self._parts.turn.holder == round_id:  # the answer was lost, not the coordinator
+            if (elapsed_s := time.monotonic() - began) > limit_s:
+                raise WeightSyncError(
+                    "The round is still in progress; what holds when it ends is not known yet.",
+                    phase=self._roster.phase,
+                    elapsed_s=elapsed_s,
+                    limit_s=limit_s,
+                    hint="ask status()",
+                )
             await self._roster.watch(self._roster.sequence, limit_s=self._timeouts.status_s)
         outcome = self._parts.chronicle.outcomes.get(round_id)
         if outcome is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from typing import Any
 
 import pytest
@@ -264,6 +265,21 @@ def test_an_answer_that_was_lost_after_the_round_had_ended_is_told_again() -> No
         await fleet.coordinator.chronicle.noted()
         await fleet.succeed()
         assert await fleet.coordinator.settled(report.round_id) == report
+
+    run(story)
+
+
+def test_whoever_asks_how_a_round_ended_is_not_kept_waiting_longer_than_one_may_take() -> None:
+    async def story() -> None:
+        names = [each.name for each in dataclasses.fields(Timeouts) if each.name != "min_rate_bytes_per_s"]
+        tiny = Timeouts(min_rate_bytes_per_s=1e12, **dict.fromkeys(names, 0.002))
+        fleet = await fleet_of(1).attach()
+        ticket = await fleet.open(1)
+        fleet.coordinator._timeouts = fleet.coordinator.rounds._timeouts = tiny
+        with pytest.raises(WeightSyncError, match="still in progress") as caught:
+            await fleet.coordinator.settled(ticket.snapshot)
+        assert caught.value.limit_s is not None
+        await fleet.coordinator.rounds.abandon(ticket.snapshot, "over")
 
     run(story)
 
