@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -20,15 +19,14 @@ import torch
 from ray_weightsync.errors import ConfigError
 from ray_weightsync.transports.collective.communicator import Communicator
 from ray_weightsync.transports.collective.deadline import Deadline
-from ray_weightsync.transports.collective.group_store import Answer
 from ray_weightsync.transports.collective.handover import Handover
-from ray_weightsync.transports.collective.rendezvous import SENDER, GroupError, address_of, listening
-from ray_weightsync.transports.collective.stock_format import VIEWS_SCALARS_SINCE, StockFormat, check, largest_cut
+from ray_weightsync.transports.collective.rendezvous import GroupError, address_of, listening
+from ray_weightsync.transports.collective.stock_format import VIEWS_SCALARS_SINCE, StockFormat, check
 from ray_weightsync.transports.collective.stock_nccl import VllmCommunicator
+from ray_weightsync.transports.collective.stock_packing import StockPacker, broadcast_all
 from ray_weightsync.transports.collective.stock_thread import OwnerThread
-from ray_weightsync.weights.copying import copy_hashed, copy_hashed_in_pieces
 from ray_weightsync.weights.packing import Packed, pack_each
-from ray_weightsync.weights.plan import Plan, TensorSpec
+from ray_weightsync.weights.plan import Plan
 from ray_weightsync.worker.identity import node_ip
 from ray_weightsync.worker.payload import words_of
 
@@ -147,8 +145,8 @@ class StockSender:
         check(plan, self.form, vllm=vllm)
         deadline = Deadline(limit_s)
         self._pieces = pieces = Handover[torch.Tensor](self.form.packed_num_buffers)
-        packer = _Packer(pieces, plan, self.form, self._device, deadline)
-        broadcasting = self._owner.submit(partial(_broadcast, self._communicator, pieces, packer))
+        packer = StockPacker(pieces, plan, self.form, self._device, deadline)
+        broadcasting = self._owner.submit(partial(broadcast_all, self._communicator, pieces, packer))
         try:
             packed = pack_each(pairs, plan, packer.place)
             packer.finish()
@@ -200,7 +198,7 @@ class StockSender:
         if communicator is not None:
             communicator.close()
 
-    def _complete(self, packer: _Packer, error: Exception) -> None:
+    def _complete(self, packer: StockPacker, error: Exception) -> None:
         """The source has failed, and the engines wait for what it did not give."""
         try:
             packer.fill()
@@ -221,99 +219,6 @@ class StockSender:
             raise GroupError("this sender was closed")
         if self._lost is not None:
             raise GroupError(f"this group is lost ({self._lost}): kill the engines that are stuck in it, and make a new one")
-
-
-class _Packer:
-    """Lays tensors end to end into buffers, and hands each buffer on when it is full. Called once a tensor, in plan order."""
-
-    def __init__(self, pieces: Handover[torch.Tensor], plan: Plan, form: StockFormat, device: torch.device, deadline: Deadline) -> None:
-        self._pieces = pieces
-        self._device = device
-        self._deadline = deadline
-        self._buffer_bytes = largest_cut(plan, form)
-        self._buffers: dict[int, torch.Tensor] = {}
-        self._left = deque((sum(each.nbytes for each in cut), spec, spec is cut[-1]) for cut in form.cuts(plan) for spec in cut)
-        self._open: tuple[int, torch.Tensor] | None = None
-        self._used = 0
-        self._num_bytes = plan.weight_bytes
-        self.num_sent = 0
-
-    def place(self, spec: TensorSpec, tensor: torch.Tensor) -> bytes:
-        """Copy one tensor to its place, and return the digest of the bytes there."""
-        return self._next(lambda room: _copied(tensor, room))
-
-    def fill(self) -> None:
-        """Zeros for every tensor that was not placed, until all receivers have what they wait for.
-
-        Raises:
-            TimeoutError, GroupError: if they have not.
-        """
-        while self._left:
-            self._next(lambda room: room.zero_())
-        self.finish()
-
-    def finish(self) -> None:
-        """Wait until everything is sent.
-
-        Raises:
-            TimeoutError, GroupError: if it is not.
-        """
-        self._pieces.finish()
-        self._wait(self._pieces.wait_used)
-
-    def _next(self, put: Callable[[torch.Tensor], Answer]) -> Answer:
-        if self._deadline.passed:
-            raise self._late("the source")
-        cut_bytes, spec, is_last = self._left[0]
-        if self._open is None:
-            self._open, self._used = self._buffer(cut_bytes), 0
-        slot, piece = self._open
-        answer = put(piece[self._used : self._used + spec.nbytes])
-        self._left.popleft()
-        self._used += spec.nbytes
-        if is_last:
-            self._open = None
-            self._pieces.put(slot, piece)
-        return answer
-
-    def _buffer(self, num_bytes: int) -> tuple[int, torch.Tensor]:
-        slot = self._wait(self._pieces.reserve)
-        if slot not in self._buffers:
-            self._buffers[slot] = torch.empty(self._buffer_bytes, dtype=torch.uint8, device=self._device)
-        return slot, self._buffers[slot][:num_bytes]
-
-    def _wait(self, wait: Callable[[float], Answer | None]) -> Answer:
-        answer = wait(self._deadline.left_s)
-        if answer is None:
-            raise self._late("the slowest receiver")
-        return answer
-
-    def _late(self, whom: str) -> TimeoutError:
-        return TimeoutError(f"waited {self._deadline.limit_s:.1f} s for {whom}; {self.num_sent} of {self._num_bytes} bytes were sent")
-
-
-def _broadcast(communicator: Communicator, pieces: Handover[torch.Tensor], packer: _Packer) -> None:
-    """Broadcast what is handed over; on the thread that owns the communicator."""
-    try:
-        while True:
-            got = pieces.take(1.0)
-            if got is None:
-                continue  # whoever packs minds the deadline
-            slot, piece = got
-            communicator.broadcast(piece, SENDER)
-            packer.num_sent += piece.numel()
-            pieces.release(slot)
-    except EOFError:
-        return
-    except BaseException as error:
-        told = f"a broadcast failed after {packer.num_sent} bytes: {words_of(error)}"
-        failure = error if isinstance(error, GroupError) else GroupError(told)
-        failure.__cause__ = None if failure is error else error
-        pieces.fail(failure)
-
-
-def _copied(tensor: torch.Tensor, room: torch.Tensor) -> bytes:
-    return copy_hashed(tensor, room.numpy().data) if room.is_cpu else copy_hashed_in_pieces(tensor, [room])
 
 
 def _current_gpu() -> torch.device:
