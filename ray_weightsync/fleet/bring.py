@@ -112,7 +112,9 @@ class Bring:
             calls.append(Call("pause", timeouts.pause_s, PAUSE, kwargs={"mode": mode, "clear_cache": False}))
             member.pause_asked_at = time.monotonic()
         if channel.supports(SET_VERSION) and not self._in_one_turn(member):
-            calls.append(Call("mark", timeouts.commit_s, SET_VERSION, (self.spec.tombstone,)))
+            # Before its first call an actor that holds a synchronous LLM may have to end a request.
+            limit_s = self.spec.apply_limit_s if member.replica.engine.facts.kind == "sync" else timeouts.commit_s
+            calls.append(Call("mark", limit_s, SET_VERSION, (self.spec.tombstone,)))
         try:
             member.found_again(await self._chain(member, "pause", calls))
         except StepFailed as failed:
@@ -155,8 +157,9 @@ class Bring:
         if update is None:  # with overlap, bytes are on their way to its node while it is paused
             failure = CallFailure(message="the copy on its node was given up meanwhile", kind="raised", elapsed_s=0.0)
             raise StepFailed("update", failure, timeouts.for_bytes("update", num_bytes))
+        start_s = self.spec.apply_limit_s if member.replica.engine.facts.kind == "sync" else timeouts.start_s
         calls = [
-            Call("start", timeouts.start_s, START),
+            Call("start", start_s, START),
             Call("update", timeouts.for_bytes("update", num_bytes), UPDATE, (update,)),
             Call("finish", timeouts.for_bytes("finish", num_bytes), FINISH),
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -113,6 +114,16 @@ class Chronicle:
                 hint="without it nobody could settle the engines if the coordinator died; look after Ray's head node and call again",
             ) from error
 
+    async def sealed(self, snapshot: Snapshot) -> None:
+        """Keep what the members of a broadcast must have received: no store could tell it to a successor."""
+        if self._round is None or self._round.id != snapshot.id:
+            return
+        self._round = dataclasses.replace(self._round, snapshot=recorded(snapshot))
+        try:
+            await self.write()
+        except Exception:  # should this process die now as well, its successor finds the weights unproved
+            logger.exception("the journal does not know yet what was broadcast as version %s", snapshot.label)
+
     def after(self) -> None:
         """No round is in progress any more. Written when nobody waits; a later record says it too."""
         self._round = None
@@ -208,6 +219,8 @@ def recorded(snapshot: Snapshot) -> SnapshotRecord:
         plan=snapshot.plan.digest,
         node_id=snapshot.node_id,
         sealed=snapshot.sealed.result() if known else None,
+        group=snapshot.group,
+        kept=snapshot.kept,
     )
 
 

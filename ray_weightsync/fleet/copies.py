@@ -79,6 +79,8 @@ class Copies:
         """
         if node_id in snapshot.copies:
             return snapshot.copies[node_id]
+        if snapshot.over:
+            raise StepFailed("stage", CallFailure(message="the snapshot was given up meanwhile", kind="raised", elapsed_s=0.0), 0.0)
         if node_id not in snapshot.allotting:
             snapshot.allotting[node_id] = asyncio.ensure_future(self._allot(snapshot, node_id))
         return await asyncio.shield(snapshot.allotting[node_id])
@@ -149,7 +151,11 @@ class Copies:
                     timeline.add(replica.id, PHASE, since, time.monotonic())
 
         targets = {str(replica.home) for replica in replicas if not snapshot.complete_on(str(replica.home))}
-        await spread([node_id for node_id in snapshot.copies if snapshot.complete_on(node_id)], targets, copy)
+        sources = [node_id for node_id in snapshot.copies if snapshot.complete_on(node_id)]
+        if not sources:
+            failure = CallFailure(message=f"no store has the bytes of version {snapshot.label} any more", kind="raised", elapsed_s=0.0)
+            return dict.fromkeys(targets, StepFailed(PHASE, failure, limit_s))
+        await spread(sources, targets, copy)
         return failures
 
     async def _copy(self, snapshot: Snapshot, source: str, target: str, digest: str, limit_s: float) -> None:

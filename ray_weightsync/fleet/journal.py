@@ -53,6 +53,8 @@ class SnapshotRecord:
     plan: str
     node_id: str
     sealed: Sealed | None
+    group: str | None = None
+    kept: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

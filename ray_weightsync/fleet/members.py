@@ -9,7 +9,7 @@ from functools import partial
 from ray_weightsync.errors import CallFailure, FleetTorn, RoundAborted
 from ray_weightsync.fleet.homes import home_of
 from ray_weightsync.fleet.parts import Parts
-from ray_weightsync.fleet.preflight import PHASE, Source, check
+from ray_weightsync.fleet.preflight import PHASE, Source, check, judging_s
 from ray_weightsync.fleet.replica import Replica
 from ray_weightsync.fleet.round import RoundLog
 from ray_weightsync.fleet.snapshot import Snapshot
@@ -89,7 +89,10 @@ async def unable(replicas: Iterable[Replica], snapshot: Snapshot, log: RoundLog,
     outcomes = await fan_out(
         {replica.id: partial(ask, replica) for replica in asked},
         what="preflight",
-        limit_s=6 * timeouts.preflight_s + timeouts.finish_s + timeouts.for_bytes("stage", snapshot.plan.num_bytes),
+        limit_s=6 * timeouts.preflight_s
+        + judging_s(snapshot.plan)
+        + timeouts.finish_s
+        + timeouts.for_bytes("stage", snapshot.plan.num_bytes),
         warn_every_s=timeouts.warn_every_s,
     )
     for name, failure in outcomes.failures.items():

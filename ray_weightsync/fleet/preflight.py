@@ -154,13 +154,18 @@ async def check(
         replica.plans.add(plan.digest)
 
 
+def judging_s(plan: Plan) -> float:
+    """The seconds that a plan of so many tensors adds to the deadline of a preflight."""
+    return JUDGING_S_PER_TENSOR * len(plan.tensors)
+
+
 async def _judged(replica: Replica, plan: Plan, *, timeouts: Timeouts, timeline: Timeline) -> None:
     """Wait until every worker has judged the plan. Each look lets it judge for some ms, so that its requests go on in between.
 
     Raises:
         StepFailed: if one is not done in time.
     """
-    limit_s = timeouts.preflight_s + JUDGING_S_PER_TENSOR * len(plan.tensors)
+    limit_s = timeouts.preflight_s + judging_s(plan)
     began = time.monotonic()
     while True:
         asked = time.monotonic()

@@ -94,7 +94,7 @@ class Recovery:
         if record.round is not None and await self._settle(record.round, found, snapshots.get(record.round.snapshot.id)):
             committed = snapshots.get(record.round.snapshot.id)
         await self._stand(record, found)
-        if committed is not None and committed.copies:
+        if committed is not None:
             self._parts.staging.keep(committed)
             await self._parts.staging.settled()
         for snapshot in snapshots.values():
@@ -139,6 +139,8 @@ class Recovery:
             node_id=record.node_id,
             log=RoundLog(record.id),
             sealed=sealed,
+            group=record.group,
+            kept=record.kept,
             copies=copies,
         )
 

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from ray_weightsync.errors import CallFailure, RoundAborted
+from ray_weightsync.errors import CallFailure, FleetTorn, RoundAborted
 from ray_weightsync.fleet.bring import Bring, Payloads
 from ray_weightsync.fleet.fence import fence
 from ray_weightsync.fleet.parts import Parts
@@ -53,6 +53,8 @@ def payloads_of(snapshot: Snapshot, spec: RoundSpec) -> Payloads:
         return lambda replicas: {name: common | {"group": group} for name, group in broadcast.payloads(replicas).items()}
 
     def on_their_nodes(replicas: Sequence[Replica]) -> dict[str, dict[str, Any]]:
+        if snapshot.given_up is not None:  # with overlap, nobody has waited for the seal
+            raise snapshot.given_up
         slots = {replica.id: snapshot.copies[replica.home].address for replica in replicas if replica.home in snapshot.copies}
         return {name: common | {"slot": address} for name, address in slots.items()}
 
@@ -91,7 +93,7 @@ async def restore(parts: Parts, snapshot: Snapshot, log: RoundLog, replicas: Seq
         parts.roster.changed()
 
 
-async def roll_back(parts: Parts, before: Snapshot, label: str, members: Sequence[Replica], end: NotAll) -> RoundAborted:
+async def roll_back(parts: Parts, before: Snapshot, label: str, members: Sequence[Replica], end: NotAll) -> RoundAborted | FleetTorn:
     """Bring every replica that the round of ``label`` touched back to the snapshot committed before, and say how that went."""
     parts.roster.changed("roll back")
     for replica in members:
@@ -100,6 +102,14 @@ async def roll_back(parts: Parts, before: Snapshot, label: str, members: Sequenc
     back = {report.id for report in reports if report.failed_phase is None}
     stuck = {name: failed for name, failed in end.failures.items() if name not in back}
     stuck |= {report.id: _failure(report) for report in reports if report.id not in back and report.id not in stuck}
+    if not any(replica.whole for replica in parts.roster.members):
+        return FleetTorn(
+            f"No replica serves: version {label} failed on {', '.join(end.failures)}, and could be taken back from none.",
+            phase=next(iter(stuck.values())).phase,
+            replicas=tuple(stuck),
+            engine_message="; ".join(f"{name}: {failed.failure.message}" for name, failed in stuck.items()),
+            hint="send_weights again (a complete round makes one whole)",
+        )
     return aborted(
         f"Version {label} failed on {', '.join(end.failures)}, and was taken back from all.",
         old=parts.roster.label,

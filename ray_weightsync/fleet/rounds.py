@@ -115,6 +115,8 @@ class Rounds:
             self._parts.end_turn(snapshot_id)
             raise
         snapshot.preflight = self._parts.spawn(self._look(snapshot))
+        if meeting is not None:  # it is sealed when all have received
+            limit_s += self._timeouts.round_s(known.num_bytes)
         self._parts.spawn(self._give_up_after(snapshot, limit_s, sender))
         address = snapshot.copies[node_id].address if kept else None
         return Ticket(snapshot=snapshot_id, address=address, progress_bytes=self._settings.host.bucket_bytes)
@@ -171,6 +173,8 @@ class Rounds:
             snapshot = self._staging.require(snapshot_id, self._roster.serves())
             try:
                 await self._staging.seal(snapshot, sealed)
+                if snapshot.broadcast is not None:
+                    self._parts.spawn(self._parts.chronicle.sealed(snapshot))
                 await self._staging.sealed(snapshot, self._roster.serves())
                 members = await snapshot.judged()
                 if not snapshot.committing:  # else (overlap) a round is at it already, and its end says what became of each replica
@@ -234,11 +238,14 @@ class Rounds:
                 snapshot.sealing = self._parts.spawn(self._seal_beside(snapshot, sealed))
             if self._roster.was_committed_before(snapshot.label):
                 raise ConfigError(f"version {snapshot.label!r} was committed meanwhile; versions are unique (now: {self._roster.label!r})")
-            members = await within_reach(self._parts, snapshot, await snapshot.judged())
+            members = await snapshot.judged()
+            await self._require_wanted(snapshot)
+            members = await within_reach(self._parts, snapshot, members)
             gone = any(replica.state is ReplicaState.RETIRED for replica in members)
             if gone or time.monotonic() - snapshot.log.began > LOOK_IS_FRESH_S:
                 # Who is awake, and who is there at all, may have changed meanwhile.
                 members = await within_reach(self._parts, snapshot, await self._members(snapshot))
+                await self._require_wanted(snapshot)
             report = await self._commit(snapshot, members)
             self._parts.chronicle.ended(snapshot_id, report)
             return report
@@ -249,25 +256,30 @@ class Rounds:
             await self._staging.free(snapshot)
             self._parts.end_turn(snapshot_id)
 
+    async def _require_wanted(self, snapshot: Snapshot) -> None:
+        """Its sender may have given it up while the fleet was looked at."""
+        if snapshot.over and snapshot.given_up is not None:
+            await self._staging.sealed(snapshot, self._roster.serves())  # raises, and says why
+        self._staging.require(snapshot.id, self._roster.serves())
+
     async def _seal_beside(self, snapshot: Snapshot, sealed: Sealed) -> None:
         await asyncio.sleep(0.0)  # the engines are asked to pause first: that takes longer
         await self._staging.seal(snapshot, sealed)
 
     async def _commit(self, snapshot: Snapshot, members: list[Replica]) -> SyncReport:
-        repeat = await self._is_repeat(snapshot)
+        repeat, left = await self._is_repeat(snapshot), list[Replica]()
         if repeat:
             members = [replica for replica in members if not (replica.whole and replica.attested and replica.version == snapshot.label)]
-            if members and snapshot.broadcast is not None:
-                names = ", ".join(replica.id for replica in members)
-                snapshot.log.notes.append(f"{names} left as they are: a repeat is not broadcast; heal() or the next version helps")
-                members = []
+            if snapshot.broadcast is not None:
+                left, members = members, []
         try:
             replicas = await self.bring(snapshot, snapshot.log, members)
         finally:
             if not repeat and any(replica.version == snapshot.label and replica.attested for replica in members):
                 self._roster.commit(snapshot.label)
                 self._staging.keep(snapshot)
-        return self._told(snapshot, snapshot.log, replicas, repeated=repeat and not members)
+        reports = [*replicas, *map(_left, left)]
+        return self._told(snapshot, snapshot.log, reports, repeated=repeat and not reports)
 
     async def _is_repeat(self, snapshot: Snapshot) -> bool:
         """Whether this version is the committed one. With the same bytes that is a repeat, with others a mistake."""
@@ -327,3 +339,9 @@ class Rounds:
         if (error := verdict(report, self._settings.on_failure, self._roster.log_hints(), serving=others)) is not None:
             raise error
         return report
+
+
+def _left(replica: Replica) -> ReplicaReport:
+    """What is said of a replica that a repeat does not help, because it is not broadcast a second time."""
+    error = "it does not hold this version, and a version that was committed is not broadcast again: send another one"
+    return ReplicaReport(id=replica.id, state=replica.state.value, version=replica.version, failed_phase="update", error=error)

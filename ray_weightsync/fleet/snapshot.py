@@ -44,7 +44,9 @@ class Snapshot:
         allotting: Copies whose slot is being had.
         spreading: Held while its bytes go to other nodes.
         broadcast: How its bytes get to the engines, if not by a copy on their node. None when that is over.
+        group: Id of the group in which it is broadcast; its receivers know it by that.
         kept: Stores are to have it.
+        over: It is freed, or about to be.
         log: That round's.
         sealed: What the sender wrote; a `StepFailed` if it gave up.
         preflight: The check of the fleet beside the sender's packing: who takes part.
@@ -61,7 +63,9 @@ class Snapshot:
     log: RoundLog
     sealed: asyncio.Future[Sealed]
     broadcast: Broadcast | None = None
+    group: str | None = None
     kept: bool = True
+    over: bool = False
     copies: dict[str, Copy] = field(default_factory=dict)
     ahead: dict[str, Copy] = field(default_factory=dict)
     allotting: dict[str, asyncio.Future[Copy]] = field(default_factory=dict)
@@ -98,6 +102,12 @@ class Snapshot:
             self.sealed.set_exception(why)
             self.sealed.exception()  # marks it as seen: often nobody waits for it
 
+    @property
+    def given_up(self) -> StepFailed | None:
+        """Why it will not be sealed, if that is so."""
+        error = self.sealed.exception() if self.sealed.done() and not self.sealed.cancelled() else None
+        return error if isinstance(error, StepFailed) else None
+
     async def judged(self) -> list[Replica]:
         """Who takes part, by the preflight that runs beside the packing; its error says who refused."""
         assert self.preflight is not None
@@ -108,7 +118,7 @@ class Snapshot:
         sealed = await self.seal_of()
         return {
             "plan": self.plan.digest,
-            "snapshot": self.broadcast.meeting.id if self.broadcast is not None else self.slot,
+            "snapshot": self.group or self.slot,
             "digest": sealed.digest,
             "num_bytes": sealed.num_bytes,
             "num_tensors": sealed.num_tensors,

@@ -15,7 +15,7 @@ async def spread(sources: Iterable[str], targets: Iterable[str], copy: Callable[
     So the time grows with the logarithm of the number of targets.
 
     Args:
-        sources: Who has the bytes.
+        sources: Who has the bytes; at least one, unless there are no targets.
         targets: Who is to get them.
         copy: Copies; an error it raises is its target's alone, who then serves nobody. Never raised here.
     """

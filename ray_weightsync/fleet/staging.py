@@ -101,6 +101,7 @@ class Staging:
             sealed=asyncio.get_running_loop().create_future(),
             kept=kept,
             broadcast=broadcast,
+            group=broadcast.meeting.id if broadcast is not None else None,
         )
         if kept:
             await self._have_slot(snapshot, serves)
@@ -136,7 +137,11 @@ class Staging:
         slot, copies = (ahead.slot, ahead.copies) if ahead is not None else (uuid.uuid4().hex, {})
         copy = copies.pop(node_id, None)
         if copy is None or self.copies.stores.identity(node_id) != copy.store:
-            copy = await self.copies.begin(slot, plan, node_id)
+            try:
+                copy = await self.copies.begin(slot, plan, node_id)
+            except BaseException:
+                await asyncio.gather(*(self.copies.discard(each, slot) for each in copies))
+                raise
         return slot, copy, copies
 
     async def seal(self, snapshot: Snapshot, sealed: Sealed) -> None:
@@ -148,8 +153,17 @@ class Staging:
                 snapshot.copies[snapshot.node_id].sealed = True
         except Exception as error:
             message = f"the snapshot could not be sealed: {words(error) or type(error).__name__}"
+            if snapshot.broadcast is not None:  # every engine has the bytes: they are not to lose them for the copy's sake
+                self._notes.append(f"version {snapshot.label} is not kept: {message}")
+                snapshot.kept = False
+                await self.copies.discard_all(snapshot)
+                self._seal(snapshot, sealed)
+                return
             snapshot.fail(StepFailed("stage", CallFailure(message=message, kind="raised", elapsed_s=0.0), limit_s))
             return
+        self._seal(snapshot, sealed)
+
+    def _seal(self, snapshot: Snapshot, sealed: Sealed) -> None:
         snapshot.log.timeline.add("sender", "stage", time.monotonic() - sealed.stage_s, time.monotonic())
         if not snapshot.sealed.done():
             snapshot.sealed.set_result(sealed)
@@ -208,7 +222,7 @@ class Staging:
             self._notes.extend(problems)
             if snapshot.kept and not snapshot.copies:
                 self._notes.append(f"the snapshot store did not keep version {snapshot.label}; nothing could be repaired from it")
-            if len(self._open) < self._transport.num_slots - 1:
+            if self._ahead is None and snapshot.copies and len(self._open) < self._transport.num_slots - 1:
                 self._ahead = await self.copies.ahead(snapshot.plan, snapshot.copies)
             used = {node_id for each in (snapshot, *self._open.values()) for node_id in (*each.copies, *each.ahead, *each.allotting)}
             await self.copies.stores.close(but=used, limit_s=self._timeouts.commit_s)
@@ -231,6 +245,7 @@ class Staging:
         """Free a snapshot that was not committed. Idempotent."""
         if self._open.pop(snapshot.id, None) is None:
             return
+        snapshot.over = True
         self._end_broadcast(snapshot)
         # Their calls are out, and every one of them has a deadline.
         if under_way := {task for task in (snapshot.preflight, snapshot.sealing) if task is not None and not task.done()}:
@@ -238,7 +253,7 @@ class Staging:
         await self.copies.discard_all(snapshot)
 
     def _end_broadcast(self, snapshot: Snapshot) -> None:
-        broadcast, snapshot.broadcast = snapshot.broadcast, None
+        broadcast, snapshot.broadcast, snapshot.group = snapshot.broadcast, None, None
         if broadcast is not None:
             broadcast.end()
 

@@ -20,6 +20,7 @@ from ray_weightsync.fleet.link import CoordinatorLink
 from ray_weightsync.fleet.topology import Group
 from ray_weightsync.transports.collective.rendezvous import Meeting, RendezvousServer
 from ray_weightsync.transports.collective.sender import BroadcastSender
+from ray_weightsync.transports.host.layout import SlotError
 from ray_weightsync.weights.digest import weights_digest
 from ray_weightsync.weights.packing import Packed, pack
 from ray_weightsync.weights.plan import Plan
@@ -44,16 +45,26 @@ class Kept:
         self.payload = payload
         self.progress = progress
         self.progress_bytes = progress_bytes
+        self._lost = False
 
     def keep(self, start: int, piece: torch.Tensor) -> None:
         """Keep the bytes that lie at ``start``."""
+        if self._lost:
+            return
         end = start + piece.numel()
-        self.payload[start:end].copy_(piece)
-        self.progress(end)
+        try:
+            self.payload[start:end].copy_(piece)
+            self.progress(end)
+        except (SlotError, OSError) as error:  # the engines are not to lose it for the copy's sake; the store will not seal it
+            self._lost = True
+            logger.warning("what is broadcast is not kept: %s", error)
 
 
 class Broadcasting:
     """One round's broadcast from this process. A context manager: it owns the place where the engines' workers meet the sender.
+
+    Attributes:
+        begun: Whether `send` was called.
 
     Args:
         link: The way to the coordinator.
@@ -68,6 +79,7 @@ class Broadcasting:
     def __init__(self, link: CoordinatorLink, options: Collective, timeouts: Timeouts) -> None:
         self._link = link
         self._timeouts = timeouts
+        self.begun = False
         self._watch: _Watch | None = None
         self._server = RendezvousServer(backend="nccl" if torch.cuda.is_available() else "gloo", options=options)
 
@@ -93,6 +105,7 @@ class Broadcasting:
             GroupError, TimeoutError: if a receiver was lost, or something took too long. The receivers were told.
             Exception: whatever the source raises. The receivers were told.
         """
+        self.begun = True
         limit_s = self._timeouts.round_s(plan.num_bytes)
         group: Group | None = self._link.wait(self._link.submit("broadcast_group", round_id), "broadcast_group", limit_s=limit_s)
         if group is None:

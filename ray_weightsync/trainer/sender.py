@@ -31,6 +31,7 @@ from ray_weightsync.fleet.values import Sealed, Settings, Ticket
 from ray_weightsync.report import SyncReport
 from ray_weightsync.trainer.broadcasting import Broadcasting, Kept
 from ray_weightsync.transports.collective.rendezvous import Meeting
+from ray_weightsync.transports.host.layout import SlotError
 from ray_weightsync.transports.host.writer import SlotWriter
 from ray_weightsync.weights.packing import Packed
 from ray_weightsync.weights.plan import Plan
@@ -215,6 +216,8 @@ class SnapshotSender:
                 f"the sender could not stage the weights: {why}",
                 limit_s=self._timeouts.connect_s,
             )
+            if broadcasting is not None:
+                broadcasting.close()  # whoever still waits to meet this process is told
             if pending is not None:
                 self._committed(pending, ticket, plan.num_bytes)  # engines were at it already: its error says what holds now
             if isinstance(error, WeightSyncError) or not isinstance(error, Exception):
@@ -238,7 +241,13 @@ class SnapshotSender:
         def fill(payload: torch.Tensor, progress: Callable[[int], None]) -> Packed:
             return broadcasting.send(ticket.snapshot, source, plan, kept=Kept(payload, progress, ticket.progress_bytes))
 
-        return self._writer.fill(ticket.address, plan, fill)
+        try:
+            return self._writer.fill(ticket.address, plan, fill)
+        except (SlotError, OSError) as error:
+            if broadcasting.begun:
+                raise
+            logger.warning("version %s is broadcast and not kept: %s", ticket.snapshot, error)
+            return broadcasting.send(ticket.snapshot, source, plan)
 
     def _told(self, report: SyncReport, blocked_s: float) -> SyncReport:
         report = dataclasses.replace(report, trainer_blocked_s=blocked_s)

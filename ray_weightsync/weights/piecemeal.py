@@ -73,6 +73,8 @@ class Piecemeal(Generic[T]):
     def cancel(self) -> None:
         """End it where it stands. Its thread is gone afterwards. Idempotent."""
         self._cancelled = True
+        if self._thread.ident is None:
+            self.done = True  # it never began
         self.advance(0.0)
 
     def _run(self) -> None:
@@ -87,7 +89,7 @@ class Piecemeal(Generic[T]):
             self._handed_back.release()
 
     def _yield(self) -> None:
-        if time.monotonic() >= self._until:
+        if not self._cancelled and time.monotonic() >= self._until:
             self._handed_back.release()
             self._go_on.acquire()
         if self._cancelled:

@@ -128,9 +128,9 @@ class WorkerUpdates:
 
     def start(self) -> None:
         """Open a session. Never raises; whatever goes wrong is told by the outcome."""
-        self._plans.stop_judging()  # the twin is made of what the session is about to change
         over_open = self._open
         self._session = session = Session()
+        self._record(session, "start_weight_update", self._plans.stop_judging)  # the twin is made of what is about to change
         self._open = True
         if over_open:
             session.failures.append("start_weight_update came while an update was open")
@@ -246,7 +246,10 @@ class WorkerUpdates:
         """
         if self._open:
             self.finish()
-        self._plans.clear()
+        try:
+            self._plans.clear()
+        except Exception:
+            logger.warning("rank %d: what judged a plan could not be ended", self._agreement.rank, exc_info=True)
         for name, receiver in self._receivers.items():
             close = getattr(receiver, "close", None)  # no part of `Receiver`: most hold nothing between updates
             if close is None:

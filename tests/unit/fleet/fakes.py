@@ -219,6 +219,9 @@ class FakeEngine(StepByStep):
             received = self._received
             if received is None or received["round"] != info["round"] or self.loses_bytes:
                 raise ValueError("rws: rank 0: nothing was transferred in this round")
+            had = received["group"]["id"] if "group" in received else received["slot"]["snapshot"]
+            if had != info["expected"]["snapshot"]:
+                raise ValueError(f"rws: rank 0: snapshot: expected {info['expected']['snapshot']}, received {had}")
             self.weights = info["expected"]["snapshot"]
 
     def _still_judging(self) -> str | None:

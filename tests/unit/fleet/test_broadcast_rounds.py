@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
-from ray_weightsync.config import Collective
+from ray_weightsync.config import Collective, Host, Timeouts
 from ray_weightsync.errors import FleetTorn, ReplicasLost, RoundAborted
 from tests.unit.fleet.fakes import QUICK, FakeEngine, FakeFleet, meeting_of
 from tests.unit.fleet.test_sync_engines import SyncEngine
@@ -178,8 +179,102 @@ class TestEnds:
 
         run(story)
 
+    def test_a_sender_that_gives_up_while_the_plan_is_judged_leaves_nothing_behind(self) -> None:
+        async def story(**settings: Any) -> None:
+            fleet = await FakeFleet(2, timeouts=QUICK, **settings).attach()
+            gate = fleet.engines[1].gate("plan")
+            rounds = fleet.coordinator.rounds
+            meeting = meeting_of() if isinstance(settings["transport"], Collective) else None
+            ticket = await fleet.open(1, meeting=meeting)
+            fleet.coordinator._parts.staging.get(ticket.snapshot).log.began -= 10  # type: ignore[union-attr]  # a look is stale by then
+            committing = asyncio.ensure_future(rounds.commit(ticket.snapshot, holds_turn=True))
+            await fleet.engines[1].reached["plan"].wait()
+            abandoning = asyncio.ensure_future(rounds.abandon(ticket.snapshot, "the source failed"))
+            await asyncio.sleep(0.01)
+            gate.set()
+            with pytest.raises(RoundAborted, match="the source failed"):
+                await committing
+            await abandoning
+            assert not any("pause" in engine.calls for engine in fleet.engines)
+            assert not any(fleet.stores.at.values()), "no slot is left"
+
+        for transport in (Host(overlap=True), Collective(), Collective(keep_snapshot=True)):
+            run(lambda transport=transport: story(transport=transport))  # type: ignore[misc]
+
+    def test_it_may_take_as_long_as_its_phases_may_and_not_as_packing_may(self) -> None:
+        async def story() -> None:
+            timeouts = dataclasses.replace(QUICK, stage_s=0.05, gather_s=0.05, update_s=30)
+            fleet = await fleet_of(2, timeouts=timeouts).attach()
+            gate = fleet.engines[1].gate("update")
+            sending = asyncio.ensure_future(fleet.broadcast(1))
+            await fleet.engines[1].reached["update"].wait()
+            await asyncio.sleep(0.3)
+            gate.set()
+            assert (await sending).committed == ("r0", "r1")
+
+        run(story)
+
+
+class TestSuccessors:
+    @pytest.mark.parametrize("kept", [False, True])
+    def test_what_all_have_received_is_attested_by_a_successor(self, kept: bool) -> None:
+        async def story() -> None:
+            fleet = await fleet_of(2, kept=kept, timeouts=Timeouts()).attach()
+            for engine in fleet.engines:
+                engine.gate("outcome")
+            sending = asyncio.ensure_future(fleet.broadcast(1))
+            for engine in fleet.engines:
+                await engine.reached["outcome"].wait()
+            await asyncio.sleep(0.01)  # written beside the outcome
+            round_id = str(fleet.coordinator._roster.round_id)
+            await fleet.succeed()
+            assert sending.cancelled() or sending.exception() is not None
+            assert (await fleet.coordinator.settled(round_id)).committed == ("r0", "r1")
+            assert [engine.version for engine in fleet.engines] == ["1", "1"]
+
+        run(story)
+
+    def test_a_version_stays_what_it_was_after_the_coordinator_was_succeeded(self) -> None:
+        async def story() -> None:
+            fleet = await fleet_of(2).attach()
+            await fleet.broadcast(1)
+            await fleet.coordinator.chronicle.noted()
+            await fleet.succeed()
+            with pytest.raises(RoundAborted, match="other bytes"):
+                await fleet.broadcast(1, digest="another")
+            with pytest.raises(RoundAborted, match=r"Collective\(keep_snapshot=True\)"):
+                await fleet.coordinator.repair.heal("r1")
+            assert (await fleet.broadcast(1)).repeated
+
+        run(story)
+
 
 class TestSnapshots:
+    def test_a_repeat_that_finds_fenced_replicas_is_no_success(self) -> None:
+        async def story() -> None:
+            fleet = await fleet_of(2).attach()
+            await fleet.broadcast(1)
+            with pytest.raises(FleetTorn):
+                await fleet.broadcast(2, fails=True)
+            with pytest.raises(FleetTorn, match="is not broadcast again"):
+                await fleet.broadcast(1)
+            assert (await fleet.broadcast(3)).committed == ("r0", "r1")
+
+        run(story)
+
+    def test_a_store_that_cannot_keep_it_costs_the_engines_nothing(self) -> None:
+        async def story() -> None:
+            fleet = await fleet_of(2, kept=True).attach()
+            fleet.stores.refuse_seal = True
+            report = await fleet.broadcast(1)
+            assert report.committed == ("r0", "r1")
+            assert any("is not kept" in each for each in report.notes)
+            assert not any(fleet.stores.at.values())
+            with pytest.raises(RoundAborted, match="so nobody can be healed"):
+                await fleet.coordinator.repair.heal("r1")
+
+        run(story)
+
     def test_nothing_is_kept_and_heal_says_how_it_could_be(self) -> None:
         async def story() -> None:
             fleet = await fleet_of(2).attach()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ray_weightsync.config import FailurePolicy, Host, Timeouts
-from ray_weightsync.errors import ReplicasLost, RoundAborted
+from ray_weightsync.errors import FleetTorn, ReplicasLost, RoundAborted
 from tests.unit.fleet.fakes import FakeEngine, FakeFleet, FakeStores, plan_of, sealed
 from tests.unit.fleet.test_membership import add, until
 from tests.unit.fleet.test_repair import replica, state
@@ -252,6 +252,20 @@ class TestRepair:
             assert states_of(fleet.stores, fleet.sent["1"]) == {"third": "committed", "other": "committed"}
             await fleet.send(2)
             assert [engine.version for engine in fleet.engines] == ["2"] * 3
+
+        run(story)
+
+    def test_with_every_copy_lost_a_round_that_is_for_all_or_none_ends_and_says_what_holds(self) -> None:
+        async def story() -> None:
+            fleet = await FakeFleet(2, on_failure=FailurePolicy(after_start="all_or_none", auto_heal=False)).attach()
+            await fleet.send(1)
+            committed = fleet.coordinator._parts.staging.committed
+            assert committed is not None
+            committed.copies.clear()
+            fleet.engines[1].faults["outcome"] = "raise"
+            with pytest.raises(FleetTorn, match="could be taken back from none"):
+                await fleet.send(2)
+            assert (await fleet.send(3)).committed == ("r0", "r1")
 
         run(story)
 

@@ -80,6 +80,27 @@ class TestPieces:
         with pytest.raises(Cancelled):
             piecemeal.result()
 
+    def test_work_that_catches_everything_is_raised_at_until_it_ends(self) -> None:
+        raised: list[int] = []
+
+        def stubborn() -> None:
+            for number in range(5):
+                try:
+                    yield_point()
+                except BaseException:
+                    raised.append(number)
+
+        piecemeal = Piecemeal(stubborn, name="stubborn")
+        piecemeal.advance(0.0)
+        piecemeal.cancel()
+        assert raised == [0, 1, 2, 3, 4]
+        assert piecemeal.done
+
+    def test_work_that_never_began_is_cancelled_without_a_thread(self) -> None:
+        before = threading.active_count()
+        Piecemeal(lambda: None, name="never").cancel()
+        assert threading.active_count() == before
+
     def test_it_runs_in_one_thread_that_is_not_its_owners(self) -> None:
         threads = set()
 
