@@ -109,6 +109,30 @@ class TestARound:
 
         run(story)
 
+    def test_slots_had_ahead_are_given_back_when_there_is_none_beside_the_sender(self) -> None:
+        async def story() -> None:
+            fleet = await fleet_on("node", "other")
+            await fleet.send(1)
+            fleet.stores.kill("node")
+            fleet.stores.full.add("node")
+            with pytest.raises(RoundAborted, match="could be had"):
+                await fleet.send(2)
+            assert set(fleet.stores.at["other"]) == {fleet.sent["1"]}
+
+        run(story)
+
+    def test_of_several_staged_snapshots_that_are_committed_in_turn_no_slot_is_left_over(self) -> None:
+        async def story() -> None:
+            fleet = await fleet_on("node", "other", transport=Host(num_slots=3))
+            for first in (1, 3, 5):
+                for ticket in [await stage(fleet, first), await stage(fleet, first + 1)]:
+                    await fleet.coordinator.rounds.commit(ticket.snapshot)
+                    await fleet.coordinator._parts.staging.settled()
+            known = {fleet.sent[version] for version in fleet.sent}
+            assert all(sum(slot not in known for slot in held) <= 1 for held in fleet.stores.at.values()), "at most the one ahead"
+
+        run(story)
+
     def test_a_node_that_nobody_reads_on_any_more_gives_its_memory_back(self) -> None:
         async def story() -> None:
             fleet = await fleet_on("node", "other", "third")
