@@ -18,6 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import ray
 from ray.cluster_utils import Cluster
+from ray.experimental import internal_kv
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -120,6 +121,8 @@ class Raylets:
 
     def close(self) -> None:
         self._cluster.shutdown()
+        if ray.is_initialized():  # Cluster forgets with its own connection also that of this process to the Ray of the other tests
+            internal_kv._initialize_internal_kv(ray._private.worker.global_worker.gcs_client)
 
 
 def _runs(pid: int) -> bool:

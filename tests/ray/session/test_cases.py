@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -107,6 +108,15 @@ def test_after_a_failure_in_publishing_alone_the_status_tells_who_holds_what_and
         ray.kill(engine)
 
 
+def until_all_have_started(fleet: Fleet) -> None:
+    """Wait until an update is open in every engine."""
+    deadline = time.monotonic() + LIMIT_S
+    while not all(
+        ray.get([engine.__ray_call__.remote(lambda actor: actor._gate.update_open) for engine in fleet.engines], timeout=LIMIT_S)
+    ):
+        assert time.monotonic() < deadline, "an engine does not start"
+
+
 def test_a_seal_that_is_refused_under_an_overlapped_round_does_not_claim_that_nothing_changed(
     start_fleet: StartFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,6 +127,7 @@ def test_a_seal_that_is_refused_under_an_overlapped_round_does_not_claim_that_no
     def packed_with_a_useless_digest(self: SnapshotSender, *args: Any) -> Any:
         sealed = pack(self, *args)
         object.__setattr__(sealed, "digest", "no digest")
+        until_all_have_started(fleet)  # before that, nothing has changed indeed
         return sealed
 
     monkeypatch.setattr(SnapshotSender, "_pack", packed_with_a_useless_digest)
