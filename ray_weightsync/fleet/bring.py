@@ -112,9 +112,9 @@ class Bring:
             calls.append(Call("pause", timeouts.pause_s, PAUSE, kwargs={"mode": mode, "clear_cache": False}))
             member.pause_asked_at = time.monotonic()
         if channel.supports(SET_VERSION) and not self._in_one_turn(member):
-            # Before its first call an actor that holds a synchronous LLM may have to end a request.
-            limit_s = self.spec.apply_limit_s if member.replica.engine.facts.kind == "sync" else timeouts.commit_s
-            calls.append(Call("mark", limit_s, SET_VERSION, (self.spec.tombstone,)))
+            calls.append(Call("mark", timeouts.commit_s, SET_VERSION, (self.spec.tombstone,)))
+        if self._is_sync(member):
+            calls = self._after_requests(calls)
         try:
             member.found_again(await self._chain(member, "pause", calls))
         except StepFailed as failed:
@@ -157,16 +157,15 @@ class Bring:
         if update is None:  # with overlap, bytes are on their way to its node while it is paused
             failure = CallFailure(message="the copy on its node was given up meanwhile", kind="raised", elapsed_s=0.0)
             raise StepFailed("update", failure, timeouts.for_bytes("update", num_bytes))
-        start_s = self.spec.apply_limit_s if member.replica.engine.facts.kind == "sync" else timeouts.start_s
         calls = [
-            Call("start", start_s, START),
+            Call("start", timeouts.start_s, START),
             Call("update", timeouts.for_bytes("update", num_bytes), UPDATE, (update,)),
             Call("finish", timeouts.for_bytes("finish", num_bytes), FINISH),
         ]
         if self._in_one_turn(member):
             await self._apply_in_one_turn(member, [*calls, await self._outcome()])
         elif self.spec.overlap:
-            await self._chain(member, "update", calls)
+            await self._chain(member, "update", self._after_requests(calls) if self._is_sync(member) else calls)
             await self._chain(member, "outcome", [await self._outcome()])
         else:
             calls.append(await self._outcome())
@@ -193,7 +192,14 @@ class Bring:
         In a broadcast that ends with *finish*: what the outcome is to be is known only when all have received. Requests that come in
         between run under the tombstone.
         """
-        return bool(member.replica.engine.facts.kind == "sync") and not self.spec.broadcast
+        return self._is_sync(member) and not self.spec.broadcast
+
+    def _is_sync(self, member: Member) -> bool:
+        return bool(member.replica.engine.facts.kind == "sync")
+
+    def _after_requests(self, calls: list[Call]) -> list[Call]:
+        """Before its first call the turn of a synchronous LLM waits for requests: how long is for the deadline of all of it to say."""
+        return [replace(call, limit_s=self.spec.apply_limit_s) if call is calls[0] else call for call in calls]
 
     async def _apply_in_one_turn(self, member: Member, calls: list[Call]) -> None:
         """All of it in one turn of the actor, label and cache included: the next turn is a request's already.
@@ -202,9 +208,8 @@ class Bring:
         """
         if member.replica.engine.channel.supports(SET_VERSION):
             calls.insert(0, Call("mark", self.spec.timeouts.commit_s, SET_VERSION, (self.spec.tombstone,)))
-        # Before its first call the turn waits for requests: how long is for the deadline of all of it to say.
-        calls[0] = replace(calls[0], limit_s=self.spec.apply_limit_s)
-        self._require_dropped(member, await self._chain(member, "update", [*calls, *self._publication(member)]))
+        calls = self._after_requests([*calls, *self._publication(member)])
+        self._require_dropped(member, await self._chain(member, "update", calls))
         member.published = True
 
     # --- commit and after ---------------------------------------------------------------------------------------------------

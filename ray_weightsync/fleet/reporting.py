@@ -65,7 +65,8 @@ def promises(
     if broadcast:
         missing.append("a replica that is lost while bytes move takes the others of its round with it")
     if settings.on_failure.after_start == "quarantine":
-        given.extend([] if broadcast else ["a lost replica does not stop the others"])
+        if not broadcast:
+            given.append("a lost replica does not stop the others")
     elif first:
         missing.append("all or none: nothing was committed before that could be gone back to, so what failed would have been fenced")
     else:

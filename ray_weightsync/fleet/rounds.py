@@ -267,7 +267,8 @@ class Rounds:
         await self._staging.seal(snapshot, sealed)
 
     async def _commit(self, snapshot: Snapshot, members: list[Replica]) -> SyncReport:
-        repeat, left = await self._is_repeat(snapshot), list[Replica]()
+        repeat = await self._is_repeat(snapshot)
+        left: list[Replica] = []
         if repeat:
             members = [replica for replica in members if not (replica.whole and replica.attested and replica.version == snapshot.label)]
             if snapshot.broadcast is not None:

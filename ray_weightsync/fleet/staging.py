@@ -153,17 +153,13 @@ class Staging:
                 snapshot.copies[snapshot.node_id].sealed = True
         except Exception as error:
             message = f"the snapshot could not be sealed: {words(error) or type(error).__name__}"
-            if snapshot.broadcast is not None:  # every engine has the bytes: they are not to lose them for the copy's sake
-                self._notes.append(f"version {snapshot.label} is not kept: {message}")
-                snapshot.kept = False
-                await self.copies.discard_all(snapshot)
-                self._seal(snapshot, sealed)
+            if snapshot.broadcast is None:
+                snapshot.fail(StepFailed("stage", CallFailure(message=message, kind="raised", elapsed_s=0.0), limit_s))
                 return
-            snapshot.fail(StepFailed("stage", CallFailure(message=message, kind="raised", elapsed_s=0.0), limit_s))
-            return
-        self._seal(snapshot, sealed)
-
-    def _seal(self, snapshot: Snapshot, sealed: Sealed) -> None:
+            # Every engine has the bytes: they are not to lose them for the copy's sake.
+            self._notes.append(f"version {snapshot.label} is not kept: {message}")
+            snapshot.kept = False
+            await self.copies.discard_all(snapshot)
         snapshot.log.timeline.add("sender", "stage", time.monotonic() - sealed.stage_s, time.monotonic())
         if not snapshot.sealed.done():
             snapshot.sealed.set_result(sealed)

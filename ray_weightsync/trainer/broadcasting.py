@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 LOOK_S = 0.1
 """How often it is looked whether the coordinator has given the round up, in seconds."""
 
+END_S = 10.0
+
 
 class Kept:
     """Where a broadcast's bytes are kept as well.
@@ -145,9 +147,9 @@ class _Watch(threading.Thread):
         self._stopped = threading.Event()
 
     def stop(self) -> None:
-        """End it, and wait until it has: at most `LOOK_S` seconds."""
+        """End it, and wait until it has, which takes `LOOK_S` seconds at most unless this process gets no processor time."""
         self._stopped.set()
-        self.join()
+        self.join(END_S)
 
     def run(self) -> None:
         """Wait until the round needs no more bytes, for whichever reason."""
@@ -155,7 +157,7 @@ class _Watch(threading.Thread):
             if not ray.wait([self._ended], timeout=LOOK_S)[0]:
                 continue
             try:
-                why = ray.get(self._ended)
+                why = ray.get(self._ended, timeout=END_S)  # it is there
             except (RayError, WeightSyncError) as error:  # its successor settles the engines; what was begun is sent
                 logger.warning("the coordinator does not watch this broadcast any more: %s", error)
                 return

@@ -59,6 +59,19 @@ def copy_hashed(tensor: torch.Tensor, destination: memoryview, on_bytes: Callabl
     return copy_blocks(source, destination, on_bytes)
 
 
+def copy_hashed_into(tensor: torch.Tensor, place: torch.Tensor) -> bytes:
+    """Copy the logical, row-major values of ``tensor`` to ``place``, on whichever device that is, and return their digest.
+
+    Args:
+        tensor: As for `copy_hashed`.
+        place: Flat, contiguous uint8, exactly as many bytes as the tensor has.
+
+    Returns:
+        The 16 bytes of the place's xxh3_128.
+    """
+    return copy_hashed(tensor, place.numpy().data) if place.is_cpu else copy_hashed_in_pieces(tensor, [place])
+
+
 def copy_hashed_in_pieces(tensor: torch.Tensor, pieces: Iterable[torch.Tensor]) -> bytes:
     """Copy the logical, row-major values of ``tensor`` to ``pieces``, one after the other, and return their digest.
 

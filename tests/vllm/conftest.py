@@ -127,6 +127,17 @@ def engine(request: pytest.FixtureRequest, fresh_a: dict[int, list[list[int]]]) 
     assert driver.leftovers() == []
 
 
+@pytest.fixture
+def engines(engine_tp1: support.Driver, engine_tp2: support.Driver, fresh_a: dict[int, list[list[int]]]) -> Iterator[list[support.Driver]]:
+    """Both engines; whatever a test leaves them in ends with it."""
+    engines = [engine_tp1, engine_tp2]
+    yield engines
+    for engine in engines:
+        engine.rpc("rws_test_heal")
+        engine.call("resume_generation")
+        assert engine.leftovers() == []
+
+
 @pytest.fixture(scope="session")
 def stage() -> Iterator[support.Stage]:
     stage = support.Stage()

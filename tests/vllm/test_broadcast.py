@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 import ray_weightsync as rws
@@ -14,29 +12,21 @@ from tests.vllm.support import CALL_LIMIT_S, Driver, Pairs
 Tokens = dict[int, list[list[int]]]
 
 
-@pytest.fixture
-def engines(engine_tp1: Driver, engine_tp2: Driver) -> Iterator[tuple[Driver, Driver]]:
-    yield engine_tp1, engine_tp2
-    for engine in (engine_tp1, engine_tp2):
-        engine.call("resume_generation")
-        assert engine.leftovers() == []
-
-
-def attach(engines: tuple[Driver, ...], **options: object) -> rws.WeightSync:
+def attach(engines: list[Driver], **options: object) -> rws.WeightSync:
     refs = [rws.EngineRef(engine.handle, attr="llm") for engine in engines]
     transport = rws.Collective(bucket_bytes=1 << 18, interface="lo", **options)  # type: ignore[arg-type]
     timeouts = rws.Timeouts(health_interval_s=3600)
     return rws.WeightSync.attach(refs, transport=transport, timeouts=timeouts, on_failure=rws.FailurePolicy(auto_heal=False))
 
 
-def serve(engines: tuple[Driver, ...], version: str, fresh: Tokens) -> None:
+def serve(engines: list[Driver], version: str, fresh: Tokens) -> None:
     for engine in engines:
         assert (engine.call("get_weight_version"), engine.call("is_paused")) == (version, False)
         assert engine.tokens() == fresh[engine.world_size]
 
 
 def test_all_workers_receive_one_broadcast_and_requests_in_flight_show_both_versions(
-    engines: tuple[Driver, Driver], pairs_a: Pairs, pairs_b: Pairs, fresh_a: Tokens, fresh_b: Tokens
+    engines: list[Driver], pairs_a: Pairs, pairs_b: Pairs, fresh_a: Tokens, fresh_b: Tokens
 ) -> None:
     with attach(engines) as sync:
         sync.send_weights(pairs_a, version="a")
@@ -54,7 +44,7 @@ def test_all_workers_receive_one_broadcast_and_requests_in_flight_show_both_vers
 
 @pytest.mark.parametrize("replica", ["r0", "r1"])
 def test_a_worker_that_cannot_load_is_fenced_alone_and_healed_from_what_was_kept(
-    engines: tuple[Driver, Driver], pairs_a: Pairs, pairs_b: Pairs, fresh_a: Tokens, fresh_b: Tokens, replica: str
+    engines: list[Driver], pairs_a: Pairs, pairs_b: Pairs, fresh_a: Tokens, fresh_b: Tokens, replica: str
 ) -> None:
     with attach(engines, keep_snapshot=True) as sync:
         sync.send_weights(pairs_a, version="a")
@@ -69,7 +59,7 @@ def test_a_worker_that_cannot_load_is_fenced_alone_and_healed_from_what_was_kept
 
 
 def test_an_engine_that_never_joins_tears_the_group_and_the_next_round_makes_it_whole(
-    engines: tuple[Driver, Driver], pairs_a: Pairs, pairs_b: Pairs, fresh_b: Tokens
+    engines: list[Driver], pairs_a: Pairs, pairs_b: Pairs, fresh_b: Tokens
 ) -> None:
     with attach(engines) as sync:
         sync.send_weights(pairs_a, version="a")

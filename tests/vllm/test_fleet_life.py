@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import ray
 
@@ -11,16 +9,6 @@ import ray_weightsync as rws
 from tests.vllm.support import CALL_LIMIT_S, PROMPTS, Driver, Pairs
 
 Tokens = dict[int, list[list[int]]]
-
-
-@pytest.fixture
-def engines(engine_tp1: Driver, engine_tp2: Driver, fresh_a: Tokens) -> Iterator[list[Driver]]:
-    engines = [engine_tp1, engine_tp2]
-    yield engines
-    for engine in engines:
-        engine.rpc("rws_test_heal")
-        engine.call("resume_generation")
-        assert engine.leftovers() == []
 
 
 def attach(engines: list[Driver], *, auto_heal: bool) -> rws.WeightSync:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,16 +20,6 @@ Tokens = dict[int, list[list[int]]]
 
 BUCKET_BYTES = 1 << 19
 """Seven MB of weights in many buckets, and an embedding that is larger than one."""
-
-
-@pytest.fixture
-def engines(engine_tp1: Driver, engine_tp2: Driver, fresh_a: Tokens) -> Iterator[list[Driver]]:
-    drivers = [engine_tp1, engine_tp2]
-    yield drivers
-    for driver in drivers:
-        driver.rpc("rws_test_heal")
-        driver.call("resume_generation")
-        assert driver.leftovers() == []
 
 
 def broadcast(engines: list[Driver], pairs: Pairs) -> tuple[Packed, RendezvousServer]:

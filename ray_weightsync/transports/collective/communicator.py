@@ -9,6 +9,7 @@ import base64
 import importlib
 import re
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -180,11 +181,7 @@ class NcclCommunicator:
         self._stream.wait_stream(self._cuda.current_stream(self.device))
         self._comm.broadcast(buffer, buffer, src, stream=self._stream.cuda_stream)
         self._wait_until_idle("a broadcast")
-        done = self._cuda.Event()
-        done.record(self._stream)
-        while not done.query():
-            self._check("a broadcast")
-            time.sleep(_POLL_S)
+        until_done(self._stream, lambda: self._check("a broadcast"))
         if self._aborted:  # an aborted kernel ends like one that is complete
             raise GroupError("the group was aborted")
 
@@ -217,6 +214,16 @@ class NcclCommunicator:
         if self._aborted:
             raise GroupError("the group was aborted")
         raise TimeoutError(f"{what} was not over after {self._deadline.limit_s:.1f} s")
+
+
+def until_done(stream: Any, check: Callable[[], None]) -> None:
+    """Wait for all that a CUDA stream was given. Meanwhile ``check`` is called, which raises when nobody is to wait any longer."""
+    cuda: Any = torch.cuda  # partly untyped
+    done = cuda.Event()
+    done.record(stream)
+    while not done.query():
+        check()
+        time.sleep(_POLL_S)
 
 
 def new_unique_id() -> bytes:

@@ -19,7 +19,7 @@ from ray_weightsync.transports.collective.group_store import FAREWELL_S, Answer
 from ray_weightsync.transports.collective.handover import Handover
 from ray_weightsync.transports.collective.member import FAILED_FAREWELL_S, Member
 from ray_weightsync.transports.collective.rendezvous import SENDER, GroupError, Rendezvous
-from ray_weightsync.weights.copying import copy_hashed, copy_hashed_in_pieces
+from ray_weightsync.weights.copying import copy_hashed_in_pieces, copy_hashed_into
 from ray_weightsync.weights.packing import Packed, pack_each
 from ray_weightsync.weights.plan import Plan, TensorSpec
 
@@ -161,7 +161,7 @@ def _copied(tensor: torch.Tensor, piece: torch.Tensor, spec: TensorSpec, bucket:
     start, stop = spec.offset - bucket.start, spec.end - bucket.start
     piece[start + spec.nbytes : stop].zero_()
     place = piece[start : start + spec.nbytes]
-    return copy_hashed(tensor, place.numpy().data) if place.is_cpu else copy_hashed_in_pieces(tensor, [place])
+    return copy_hashed_into(tensor, place)
 
 
 class _Broadcasting(Member):

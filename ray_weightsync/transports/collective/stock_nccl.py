@@ -6,15 +6,13 @@ import contextlib
 import importlib
 import math
 import socket
-import time
 from typing import Any
 
 import torch
 from torch.distributed import DistError
 
+from ray_weightsync.transports.collective.communicator import until_done
 from ray_weightsync.transports.collective.rendezvous import SENDER, GroupError
-
-_POLL_S = 0.0005
 
 
 class VllmCommunicator:
@@ -67,14 +65,12 @@ class VllmCommunicator:
             raise GroupError("the group was aborted")
         self._stream.wait_stream(self._cuda.current_stream(self.device))
         self._comm.broadcast(buffer, src=src, stream=self._stream)
-        done = self._cuda.Event()
-        done.record(self._stream)
-        while not done.query():
-            if self._aborted:
-                self.close()
-                break
-            time.sleep(_POLL_S)
-        if self._aborted:  # an aborted kernel ends like one that is complete
+        until_done(self._stream, self._check)
+        self._check()  # an aborted kernel ends like one that is complete
+
+    def _check(self) -> None:
+        if self._aborted:
+            self.close()
             raise GroupError("the group was aborted")
 
     def abort(self) -> None:

@@ -13,7 +13,7 @@ from ray_weightsync.transports.collective.group_store import Answer
 from ray_weightsync.transports.collective.handover import Handover
 from ray_weightsync.transports.collective.rendezvous import SENDER, GroupError
 from ray_weightsync.transports.collective.stock_format import StockFormat, largest_cut
-from ray_weightsync.weights.copying import copy_hashed, copy_hashed_in_pieces
+from ray_weightsync.weights.copying import copy_hashed_into
 from ray_weightsync.weights.plan import Plan, TensorSpec
 from ray_weightsync.worker.payload import words_of
 
@@ -35,7 +35,7 @@ class StockPacker:
 
     def place(self, spec: TensorSpec, tensor: torch.Tensor) -> bytes:
         """Copy one tensor to its place, and return the digest of the bytes there."""
-        return self._next(lambda room: _copied(tensor, room))
+        return self._next(lambda room: copy_hashed_into(tensor, room))
 
     def fill(self) -> None:
         """Zeros for every tensor that was not placed, until all receivers have what they wait for.
@@ -105,7 +105,3 @@ def broadcast_all(communicator: Communicator, pieces: Handover[torch.Tensor], pa
         failure = error if isinstance(error, GroupError) else GroupError(told)
         failure.__cause__ = None if failure is error else error
         pieces.fail(failure)
-
-
-def _copied(tensor: torch.Tensor, room: torch.Tensor) -> bytes:
-    return copy_hashed(tensor, room.numpy().data) if room.is_cpu else copy_hashed_in_pieces(tensor, [room])

@@ -19,6 +19,7 @@ from ray_weightsync.transports.collective.rendezvous import RendezvousServer
 from ray_weightsync.transports.collective.sender import BroadcastSender
 from ray_weightsync.weights.plan import Plan
 from ray_weightsync.weights.sources import StateDictSource
+from tests.unit.aside import Aside
 
 LIMIT_S = 30.0
 BUCKET_BYTES = 4096
@@ -45,36 +46,6 @@ def leaves_nothing() -> Iterator[None]:
         gc.collect()  # an exception's frames may hold a store
     assert sockets() == num_sockets
     assert not dist.is_initialized()
-
-
-class Aside:
-    """A thread whose result or exception is asked for with a limit."""
-
-    def __init__(self, work: Callable[[], Any]) -> None:
-        self._result: Any = None
-        self._error: BaseException | None = None
-
-        def run() -> None:
-            try:
-                self._result = work()
-            except BaseException as error:
-                self._error = error
-
-        self._thread = threading.Thread(target=run, daemon=True)
-        self._thread.start()
-
-    def result(self) -> Any:
-        """What the work returned.
-
-        Raises:
-            BaseException: what it raised.
-        """
-        self._thread.join(LIMIT_S)
-        assert not self._thread.is_alive(), "the thread is stuck"
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-        return self._result
 
 
 class Gated:
@@ -141,11 +112,6 @@ def group() -> Iterator[Callable[..., Group]]:
             return made
 
         yield make
-
-
-@pytest.fixture
-def aside() -> type[Aside]:
-    return Aside
 
 
 @pytest.fixture

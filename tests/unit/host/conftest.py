@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -184,32 +183,3 @@ def child() -> Iterator[Callable[..., Child]]:
             return made
 
         yield start
-
-
-class Aside:
-    """A thread whose result or exception is asked for with a limit."""
-
-    def __init__(self, work: Callable[[], Any]) -> None:
-        self._result: Any = None
-        self._error: BaseException | None = None
-
-        def run() -> None:
-            try:
-                self._result = work()
-            except BaseException as error:
-                self._error = error
-
-        self._thread = threading.Thread(target=run, daemon=True)
-        self._thread.start()
-
-    def result(self) -> Any:
-        self._thread.join(LIMIT_S)
-        assert not self._thread.is_alive(), "the thread is stuck"
-        if self._error is not None:
-            raise self._error
-        return self._result
-
-
-@pytest.fixture
-def aside() -> type[Aside]:
-    return Aside
