@@ -232,7 +232,8 @@ class Bring:
         await self._chain(member, calls[0].phase if calls else "commit", calls)
         member.resumed_at = time.monotonic()
         replica.happen(ReplicaEvent.COMMIT)
-        replica.version, replica.attested, replica.fenced_by_us = self.spec.label, True, False
+        replica.version, replica.brought, replica.fenced_by_us = self.spec.label, True, False
+        replica.attested = not replica.engine.facts.is_stock
 
     def _resumption(self, member: Member) -> list[Call]:
         """The end of the pause, if it is ours to end."""

@@ -270,13 +270,13 @@ class Rounds:
         repeat = await self._is_repeat(snapshot)
         left: list[Replica] = []
         if repeat:
-            members = [replica for replica in members if not (replica.whole and replica.attested and replica.version == snapshot.label)]
+            members = [replica for replica in members if not (replica.whole and replica.brought and replica.version == snapshot.label)]
             if snapshot.broadcast is not None:
                 left, members = members, []
         try:
             replicas = await self.bring(snapshot, snapshot.log, members)
         finally:
-            if not repeat and any(replica.version == snapshot.label and replica.attested for replica in members):
+            if not repeat and any(replica.version == snapshot.label and replica.brought for replica in members):
                 self._roster.commit(snapshot.label)
                 self._staging.keep(snapshot)
         reports = [*replicas, *map(_left, left)]
