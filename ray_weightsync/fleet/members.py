@@ -15,7 +15,7 @@ from ray_weightsync.fleet.round import RoundLog
 from ray_weightsync.fleet.snapshot import Snapshot
 from ray_weightsync.fleet.states import ReplicaEvent, ReplicaState
 from ray_weightsync.fleet.steps import StepFailed
-from ray_weightsync.fleet.stock import mixed, served_by
+from ray_weightsync.fleet.stock import mixed
 from ray_weightsync.fleet.verdicts import aborted
 from ray_weightsync.protocol.fanout import fan_out
 from ray_weightsync.protocol.reading import words
@@ -90,7 +90,7 @@ async def unable(replicas: Iterable[Replica], snapshot: Snapshot, log: RoundLog,
         check,
         plan=snapshot.plan,
         source_for=await _sources(snapshot, parts),
-        served=served_by(parts.settings.transport) if snapshot.broadcast is not None else None,
+        served=snapshot.live.stock_backend if snapshot.live is not None else None,
         claims=parts.claims,
         timeouts=timeouts,
         timeline=log.timeline,
@@ -115,13 +115,15 @@ async def unable(replicas: Iterable[Replica], snapshot: Snapshot, log: RoundLog,
 async def _sources(snapshot: Snapshot, parts: Parts) -> Callable[[Replica], Awaitable[Source]]:
     """Finds where a replica is to have the bytes from: the sender itself, or its own node, where a copy is begun if there is none."""
     nodes = await _nodes(parts) if snapshot.kept else {}
-    copies, broadcast = parts.staging.copies, snapshot.broadcast
+    copies, live = parts.staging.copies, snapshot.live
 
     async def source_for(replica: Replica) -> Source:
-        # Of a broadcast, too: should it fail, this is where the replica would be brought back from.
+        # Of a live round, too: should it fail, this is where the replica would be brought back from.
         replica.home = home_of(replica.engine.facts, nodes, origin=snapshot.origin)
-        if broadcast is not None:
-            return Source("collective", broadcast.meeting.probe())
+        if live is not None:
+            if (why := live.refusal(replica.engine.facts)) is not None:
+                raise StepFailed(PHASE, CallFailure(message=why, kind="raised", elapsed_s=0.0), parts.timeouts.preflight_s)
+            return Source(live.receiver, live.probe(), live.seen_once)
         copy = await copies.allotted(snapshot, replica.home)
         return Source("host", partial(copies.probe, copy.node_id), copy.store)
 

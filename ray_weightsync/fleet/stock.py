@@ -99,6 +99,11 @@ def ruined(replica: Replica) -> str | None:
     )
 
 
+def leaves_out_of_step(replica: Replica, failed: StepFailed) -> bool:
+    """Whether a call before *start* that failed may have put a stock engine's workers out of step, so that it serves no more. Pure."""
+    return replica.engine.facts.is_stock and replica.engine.facts.world_size != 1 and failed.phase == "init"
+
+
 async def flush(replica: Replica, *, timeouts: Timeouts, timeline: Timeline) -> None:
     """Bring the one worker of a stock engine to where an update can begin: what the last one left would spoil it.
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ray_weightsync.config import AdoptPolicy, CachePolicy, Collective, FailurePolicy, Host, PauseMode, Timeouts
+from ray_weightsync.config import AdoptPolicy, CachePolicy, Collective, FailurePolicy, Host, Native, PauseMode, Timeouts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """What a session was attached with."""
 
-    transport: Host | Collective
+    transport: Host | Collective | Native
     transport_reason: str
     pause: PauseMode
     cache: CachePolicy
@@ -25,6 +25,11 @@ class Settings:
         """How snapshots are kept in host memory, whatever brings the bytes to the engines."""
         return self.transport if isinstance(self.transport, Host) else Host()
 
+    @property
+    def keeps_broadcasts(self) -> bool:
+        """Whether what is broadcast is kept in host memory as well."""
+        return isinstance(self.transport, Host) or (isinstance(self.transport, Collective) and self.transport.keep_snapshot)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ticket:
@@ -32,7 +37,7 @@ class Ticket:
 
     Attributes:
         snapshot: The snapshot's id.
-        address: Where to write it (see `ray_weightsync.transports.host.layout`); None if it is only broadcast.
+        address: Where to write it (see `ray_weightsync.transports.host.layout`); None if nothing is kept.
         progress_bytes: How often progress is to be made visible.
     """
 

@@ -6,6 +6,7 @@
     coordinator              |-> allot, preflight (while the sender packs)  |-> pause, update, commit, resume
     with overlap             |-> preflight, pause, start, update (while the sender packs) .. seal -> outcome, commit, resume
     broadcast                |-> preflight, pause, start, group -> update (while the sender sends) .. seal -> outcome, commit, resume
+    native                   |-> preflight, pause, init -> start, update, finish (as vLLM's engine asks) .. seal -> outcome, commit, resume
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
 import torch
 
-from ray_weightsync.config import Collective, Host, Timeouts, version_label
+from ray_weightsync.config import Collective, Host, Native, Timeouts, version_label
 from ray_weightsync.errors import ConfigError, RoundAborted, WeightSyncError
 from ray_weightsync.fleet.actor import revive
 from ray_weightsync.fleet.cluster import Process
@@ -29,8 +31,10 @@ from ray_weightsync.fleet.link import CoordinatorLink, CoordinatorLost
 from ray_weightsync.fleet.turns import Busy
 from ray_weightsync.fleet.values import Sealed, Settings, Ticket
 from ray_weightsync.report import SyncReport
-from ray_weightsync.trainer.broadcasting import Broadcasting, Kept
-from ray_weightsync.transports.collective.rendezvous import Meeting
+from ray_weightsync.trainer.broadcasting import Broadcasting
+from ray_weightsync.trainer.live import Kept, LiveSending
+from ray_weightsync.trainer.native import EngineMaker, NativeEngines, Relaying, vllm_engine_maker
+from ray_weightsync.trainer.stock_trainer import stock_engine_maker
 from ray_weightsync.transports.host.layout import SlotError
 from ray_weightsync.transports.host.writer import SlotWriter
 from ray_weightsync.weights.packing import Packed
@@ -68,9 +72,17 @@ class SnapshotSender:
         session: The session's name.
         link: The way to its coordinator.
         settings: The session's. Every wait here is longer than the coordinator's own for the same thing.
+        engine_maker: Makes the trainer engine of a native transport: vLLM's own.
     """
 
-    def __init__(self, session: str, link: CoordinatorLink, *, settings: Settings) -> None:
+    def __init__(
+        self,
+        session: str,
+        link: CoordinatorLink,
+        *,
+        settings: Settings,
+        engine_maker: Callable[[Native], EngineMaker] = vllm_engine_maker,
+    ) -> None:
         self._session = session
         self._link = link
         self._transport = settings.transport
@@ -79,21 +91,39 @@ class SnapshotSender:
         self._writer = SlotWriter()
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._sent_plans: set[str] = set()
+        self._engine_maker = engine_maker
+        self._native: NativeEngines | None = None
 
     def send(self, source: SourceLike, *, version: int | str, busy: Busy = "wait") -> SyncReport:
         """Stage and commit; the turn is kept in between."""
-        if isinstance(self._transport, Collective):
-            with Broadcasting(self._link, self._transport, self._timeouts) as broadcasting:
-                return self._send(source, version, busy, broadcasting)
-        return self._send(source, version, busy, None)
+        if (way := self._way()) is None:
+            return self._send(source, version, busy, None)
+        with way:
+            return self._send(source, version, busy, way)
 
-    def _send(self, source: SourceLike, version: int | str, busy: Busy, broadcasting: Broadcasting | None) -> SyncReport:
+    def _way(self) -> LiveSending | None:
+        """How the bytes get straight to the engines in this round; None if by a snapshot."""
+        if isinstance(self._transport, Collective):
+            stock: str | None = self._link.ask("stock_backend", limit_s=self._timeouts.connect_s)
+            if stock is None:
+                return Broadcasting(self._link, self._transport, self._timeouts)
+            return self._relaying(Native(stock), partial(stock_engine_maker, self._transport, self._timeouts))
+        if isinstance(self._transport, Native):
+            return self._relaying(self._transport, partial(self._engine_maker, self._transport))
+        return None
+
+    def _relaying(self, native: Native, maker: Callable[[], EngineMaker]) -> Relaying:
+        if self._native is None:
+            self._native = NativeEngines(self._link, maker())
+        return Relaying(self._link, native, self._timeouts, self._native)
+
+    def _send(self, source: SourceLike, version: int | str, busy: Busy, live: LiveSending | None) -> SyncReport:
         began = time.monotonic()
-        weights, plan, ticket = self._open(source, version, busy, broadcasting)
+        weights, plan, ticket = self._open(source, version, busy, live)
         pending: Any = None
-        if broadcasting is not None or (ticket.address is not None and ticket.address["overlap"]):
+        if live is not None or (ticket.address is not None and ticket.address["overlap"]):
             pending = self._link.submit("commit", ticket.snapshot, None, True)
-        sealed = self._pack(weights, plan, ticket, began, pending, broadcasting)
+        sealed = self._pack(weights, plan, ticket, began, pending, live)
         if pending is None:
             pending = self._link.submit("commit", ticket.snapshot, sealed, True)
         else:
@@ -112,7 +142,7 @@ class SnapshotSender:
         """Return when the snapshot is sealed and no replica refused it: the trainer may go on."""
         if not isinstance(self._transport, Host):
             raise ConfigError(
-                "stage_weights needs the host transport: a broadcast is received while the engines are paused, and nothing is kept before",
+                "stage_weights needs the host transport: with others the engines receive while they are paused, and nothing is kept before",
                 hint="send_weights, or attach(..., transport='host')",
             )
         began = time.monotonic()
@@ -146,16 +176,16 @@ class SnapshotSender:
         return self._told(report, staged.stage_s)
 
     def close(self) -> None:
-        """Unmap the slots. Idempotent."""
+        """Unmap the slots, and shut a trainer engine down. Idempotent."""
         self._writer.close()
+        if self._native is not None:
+            self._native.close()
 
     def _committed(self, pending: Any, ticket: Ticket, num_bytes: int) -> SyncReport:
         report: SyncReport = self._link.answer(pending, "commit", round_id=ticket.snapshot, limit_s=self._round_s(num_bytes))
         return report
 
-    def _open(
-        self, source: SourceLike, version: int | str, busy: Busy, broadcasting: Broadcasting | None
-    ) -> tuple[WeightSource, Plan, Ticket]:
+    def _open(self, source: SourceLike, version: int | str, busy: Busy, live: LiveSending | None) -> tuple[WeightSource, Plan, Ticket]:
         version_label(version)
         if busy not in ("wait", "raise"):
             raise ConfigError(f"busy must be 'wait' or 'raise', not {busy!r}")
@@ -164,27 +194,25 @@ class SnapshotSender:
         node_id = ray.get_runtime_context().get_node_id()
         # It may have to wait for the round of another sender first.
         limit_s = 2 * (self._timeouts.staging_s(plan.num_bytes) + self._round_s(plan.num_bytes))
-        meeting = None if broadcasting is None else broadcasting.meeting
-        ticket = None if plan.digest not in self._sent_plans else self._ticket(version, plan, None, node_id, busy, meeting, limit_s)
+        offer = None if live is None else live.offer
+        ticket = None if plan.digest not in self._sent_plans else self._ticket(version, plan, None, node_id, busy, offer, limit_s)
         if ticket is None:  # the coordinator does not know this plan, forgot it among others, or is a successor
-            ticket = self._ticket(version, plan, plan.to_wire(), node_id, busy, meeting, limit_s)
+            ticket = self._ticket(version, plan, plan.to_wire(), node_id, busy, offer, limit_s)
         assert ticket is not None, "it was given the plan"
         self._sent_plans.add(plan.digest)
         return weights, plan, ticket
 
-    def _ticket(
-        self, version: int | str, plan: Plan, wire: Any, node_id: str, busy: Busy, meeting: Meeting | None, limit_s: float
-    ) -> Ticket | None:
+    def _ticket(self, version: int | str, plan: Plan, wire: Any, node_id: str, busy: Busy, offer: Any, limit_s: float) -> Ticket | None:
         """The right to write a snapshot; None if the coordinator does not know the plan."""
         snapshot = uuid.uuid4().hex
-        pending = self._link.submit("open_snapshot", snapshot, version, plan.digest, wire, node_id, busy, self._me, meeting)
+        pending = self._link.submit("open_snapshot", snapshot, version, plan.digest, wire, node_id, busy, self._me, offer)
         try:
             ticket: Ticket | None = self._link.wait(pending, "open_snapshot", limit_s=limit_s)
         except CoordinatorLost as lost:
             logger.warning("the coordinator of %s died when a round was opened; its successor is asked (%s)", self._session, lost)
             # Under another id: one that only seemed to be gone is not to give this one its turn later.
             self._link.ask("abandon", snapshot, "its sender lost the answer", limit_s=limit_s)
-            return None if wire is None else self._ticket(version, plan, wire, node_id, busy, meeting, limit_s)
+            return None if wire is None else self._ticket(version, plan, wire, node_id, busy, offer, limit_s)
         except WeightSyncError:
             raise
         except BaseException as error:  # interrupted while it waited: it must not be given the turn later
@@ -203,11 +231,9 @@ class SnapshotSender:
             self._plans = {key: Plan.from_metadata(metadata)}
         return self._plans[key]
 
-    def _pack(
-        self, source: WeightSource, plan: Plan, ticket: Ticket, began: float, pending: Any, broadcasting: Broadcasting | None
-    ) -> Sealed:
+    def _pack(self, source: WeightSource, plan: Plan, ticket: Ticket, began: float, pending: Any, live: LiveSending | None) -> Sealed:
         try:
-            packed = self._written(source, plan, ticket, broadcasting)
+            packed = self._written(source, plan, ticket, live)
         except BaseException as error:
             why = f"{type(error).__name__}: {error}"
             self._link.ask(
@@ -216,8 +242,8 @@ class SnapshotSender:
                 f"the sender could not stage the weights: {why}",
                 limit_s=self._timeouts.connect_s,
             )
-            if broadcasting is not None:
-                broadcasting.close()  # whoever still waits to meet this process is told
+            if live is not None:
+                live.close()  # whoever still waits to meet this process is told
             if pending is not None:
                 self._committed(pending, ticket, plan.num_bytes)  # engines were at it already: its error says what holds now
             if isinstance(error, WeightSyncError) or not isinstance(error, Exception):
@@ -230,24 +256,24 @@ class SnapshotSender:
             ) from error
         return Sealed(digest=packed.digest, num_bytes=packed.num_bytes, num_tensors=packed.num_tensors, stage_s=time.monotonic() - began)
 
-    def _written(self, source: WeightSource, plan: Plan, ticket: Ticket, broadcasting: Broadcasting | None) -> Packed:
+    def _written(self, source: WeightSource, plan: Plan, ticket: Ticket, live: LiveSending | None) -> Packed:
         """Pack ``source`` into the slot, send it to whoever is met, or both, as the ticket says."""
-        if broadcasting is None:
-            assert ticket.address is not None, "what is not broadcast lies in a slot"
+        if live is None:
+            assert ticket.address is not None, "what does not go straight to the engines lies in a slot"
             return self._writer.write(ticket.address, plan, source, progress_bytes=ticket.progress_bytes)
         if ticket.address is None:
-            return broadcasting.send(ticket.snapshot, source, plan)
+            return live.send(ticket.snapshot, source, plan)
 
         def fill(payload: torch.Tensor, progress: Callable[[int], None]) -> Packed:
-            return broadcasting.send(ticket.snapshot, source, plan, kept=Kept(payload, progress, ticket.progress_bytes))
+            return live.send(ticket.snapshot, source, plan, kept=Kept(payload, progress, ticket.progress_bytes))
 
         try:
             return self._writer.fill(ticket.address, plan, fill)
         except (SlotError, OSError) as error:
-            if broadcasting.begun:
+            if live.begun:
                 raise
-            logger.warning("version %s is broadcast and not kept: %s", ticket.snapshot, error)
-            return broadcasting.send(ticket.snapshot, source, plan)
+            logger.warning("version %s is sent and not kept: %s", ticket.snapshot, error)
+            return live.send(ticket.snapshot, source, plan)
 
     def _told(self, report: SyncReport, blocked_s: float) -> SyncReport:
         report = dataclasses.replace(report, trainer_blocked_s=blocked_s)

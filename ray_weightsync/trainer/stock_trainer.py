@@ -6,19 +6,19 @@ Where vLLM's waits for ever when an engine fails inside a broadcast, this one en
 from __future__ import annotations
 
 import concurrent.futures
-from collections.abc import Iterable
 from functools import partial
 
 import torch
 
-from ray_weightsync.config import Collective
+from ray_weightsync.config import Collective, Timeouts
+from ray_weightsync.fleet.relay import NativeMembers
 from ray_weightsync.protocol.client import VLLMWeightSyncClient
+from ray_weightsync.trainer.native import EngineMaker
 from ray_weightsync.transports.collective.stock import CLOSE_LIMIT_S, Join, StockSender
 from ray_weightsync.transports.collective.stock_format import StockFormat, form_for, update_info
 from ray_weightsync.transports.collective.stock_nccl import VllmCommunicator
 from ray_weightsync.transports.collective.stock_thread import OwnerThread
-from ray_weightsync.weights.packing import Packed
-from ray_weightsync.weights.plan import Plan
+from ray_weightsync.transports.native.source import RoundSource
 from ray_weightsync.worker.payload import words_of
 
 FIRST_OFFSET = 1
@@ -30,7 +30,7 @@ class StockTrainer:
 
     Args:
         client: Gives every call to all engines, and each engine its own ``rank_offset``.
-        plan: What is sent in each transfer.
+        source: What each transfer sends; the plan stays the same.
         world_size: Ranks in the group, this one included.
         options: Bytes in one broadcast, buffers, and network interface.
         join_s: Seconds for all workers to join.
@@ -48,7 +48,7 @@ class StockTrainer:
     def __init__(
         self,
         client: VLLMWeightSyncClient,
-        plan: Plan,
+        source: RoundSource,
         *,
         world_size: int,
         options: Collective,
@@ -59,7 +59,8 @@ class StockTrainer:
         communicator: Join = VllmCommunicator,
     ) -> None:
         self._client = client
-        self._plan = plan
+        self._source = source
+        plan = source.plan
         self._update_s = update_s
         form: StockFormat = form_for(plan, buffer_bytes=options.bucket_bytes, num_buffers=options.num_buckets)
         self._sender = StockSender(
@@ -75,30 +76,28 @@ class StockTrainer:
             self.shutdown()
             raise
 
-    def send_weights(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> Packed:
-        """One update of all engines: start, the bytes, finish.
-
-        Args:
-            pairs: ``(name, tensor)`` in plan order.
-
-        Returns:
-            What was sent. No engine attests it.
+    def send_weights(self) -> None:
+        """One update of all engines: start, the bytes, finish. No engine attests what it received.
 
         Raises:
             TimeoutError, GroupError: if an engine or the deadline ended the transfer. The group is lost.
-            Exception: what ``pairs`` or the client raised. If it was ``pairs``, the engines have torn weights, and answer.
+            Exception: what the source or the client raised. If it was the source, the engines have torn weights, and answer.
         """
+        plan = self._source.plan
         self._client.start_weight_update()
-        receiving = self._calls.submit(partial(self._client.update_weights, update_info(self._plan)))
+        receiving = self._calls.submit(partial(self._client.update_weights, update_info(plan)))
         receiving.add_done_callback(self._received)
         try:
-            packed = self._sender.send(pairs, self._plan, limit_s=self._update_s)
+            self._sender.send(self._source, plan, limit_s=self._update_s)
         except BaseException:
             concurrent.futures.wait([receiving], timeout=CLOSE_LIMIT_S)  # engines that were given zeros for the rest answer now
             raise
         receiving.result(self._update_s)
         self._client.finish_weight_update()
-        return packed
+
+    def abort(self, reason: str) -> None:
+        """End `send_weights` from another thread: an engine is lost. The group is lost. Idempotent."""
+        self._sender.abort(reason)
 
     def shutdown(self) -> None:
         """Leave the group. The engines keep their ends until they are told to shut them down. Idempotent."""
@@ -107,4 +106,20 @@ class StockTrainer:
 
     def _received(self, receiving: concurrent.futures.Future[None]) -> None:
         if (error := receiving.exception()) is not None:
-            self._sender.abort(words_of(error))
+            self.abort(words_of(error))
+
+
+def stock_engine_maker(options: Collective, timeouts: Timeouts) -> EngineMaker:
+    """Makes trainer engines of our own, for engines on vLLM's ``nccl`` backend."""
+
+    def make(client: VLLMWeightSyncClient, source: RoundSource, members: NativeMembers) -> StockTrainer:
+        return StockTrainer(
+            client,
+            source,
+            world_size=members.group.world_size,
+            options=options,
+            join_s=timeouts.connect_s,
+            update_s=timeouts.for_bytes("update", source.plan.num_bytes),
+        )
+
+    return make

@@ -28,6 +28,7 @@ OWN_ENGINES = {
     "test_placed_engine.py",
     "test_stock_nccl.py",
     "test_stock_rounds.py",
+    "test_worker_native.py",
     "test_worker_tied.py",
 }
 """Files that start engines of their own; those must have ended before the session's are started."""

@@ -15,8 +15,10 @@ from ray_weightsync.trainer.stock_trainer import StockTrainer
 from ray_weightsync.transports.collective import stock
 from ray_weightsync.transports.collective.rendezvous import GroupError
 from ray_weightsync.transports.collective.stock_format import form_for, update_info
+from ray_weightsync.transports.native.source import RoundSource
 from ray_weightsync.weights.digest import weights_digest
 from ray_weightsync.weights.plan import ParamMeta, Plan
+from ray_weightsync.weights.sources import StateDictSource
 from tests.unit.collective.test_stock_sender import CPU, LIMIT_S, Recorder, failing, plan_of, raw, recorder, source_of
 
 __all__ = ["recorder"]
@@ -55,24 +57,38 @@ class Client:
         return [verb for verb, _ in self.calls]
 
 
-def trainer_to(client: Client, recorder: Recorder, plan: Plan, *, limit_s: float = LIMIT_S) -> StockTrainer:
+def feed_of(source: Any) -> RoundSource:
+    feed = RoundSource()
+    feed.begin(source, plan_of(source))
+    return feed
+
+
+class Failing(StateDictSource):
+    """Fails after two tensors."""
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return failing(StateDictSource(dict(super().__iter__())), 2)
+
+
+def trainer_to(client: Client, recorder: Recorder, feed: RoundSource, *, limit_s: float = LIMIT_S) -> StockTrainer:
     where: dict[str, Any] = {"address": "127.0.0.1", "device": CPU, "communicator": recorder.join}
-    return StockTrainer(client, plan, world_size=3, options=OPTIONS, join_s=limit_s, update_s=limit_s, **where)
+    return StockTrainer(client, feed, world_size=3, options=OPTIONS, join_s=limit_s, update_s=limit_s, **where)
 
 
 def test_the_group_is_made_once_and_each_transfer_is_a_session_of_its_own(recorder: Recorder) -> None:
     client, source = Client(), source_of()
-    plan = plan_of(source)
-    trainer = trainer_to(client, recorder, plan)
+    feed = feed_of(source)
+    trainer = trainer_to(client, recorder, feed)
     for _ in range(2):
-        assert trainer.send_weights(source).digest == weights_digest(source)
+        trainer.send_weights()
+        assert feed.packed().digest == weights_digest(source)
         assert torch.equal(torch.cat(recorder.received), torch.cat(raw(source)))
         recorder.received.clear()
     trainer.shutdown()
     assert client.verbs == ["init", *["start", "update", "finish"] * 2]
     info = client.calls[0][1]
     assert (info["rank_offset"], info["world_size"], info["master_address"]) == (1, 3, "127.0.0.1")
-    assert client.calls[2] == ("update", update_info(plan))
+    assert client.calls[2] == ("update", update_info(feed.plan))
     assert client.calls[3] == ("finish", None), "the label is the coordinator's to publish"
     assert recorder.closed == 1
 
@@ -80,22 +96,38 @@ def test_the_group_is_made_once_and_each_transfer_is_a_session_of_its_own(record
 def test_an_engine_that_fails_to_receive_ends_the_transfer_at_once_and_nothing_is_finished(recorder: Recorder) -> None:
     client, source = Client(), source_of()
     client.faults["update"] = RuntimeError("r1 has died")
-    trainer = trainer_to(client, recorder, plan_of(source))
+    trainer = trainer_to(client, recorder, feed_of(source))
     recorder.gate.clear()  # a broadcast that nobody else is in
     with pytest.raises(GroupError, match="r1 has died"):
-        trainer.send_weights(source)
+        trainer.send_weights()
     assert client.verbs == ["init", "start", "update"]
     trainer.shutdown()
 
 
 def test_a_source_that_fails_is_the_error_and_the_engines_wait_for_nothing(recorder: Recorder) -> None:
     client, source = Client(), source_of()
-    trainer = trainer_to(client, recorder, plan_of(source))
+    feed = feed_of(source)
+    trainer = trainer_to(client, recorder, feed)
+    feed.begin(Failing(dict(source)), feed.plan)
     with pytest.raises(ZeroDivisionError):
-        trainer.send_weights(failing(source, 2))
+        trainer.send_weights()
     assert client.verbs == ["init", "start", "update"]
     assert torch.cat(recorder.received).numel() == torch.cat(raw(source)).numel()
-    trainer.send_weights(source)
+    feed.begin(source, feed.plan)
+    trainer.send_weights()
+    trainer.shutdown()
+
+
+def test_a_round_that_is_given_up_ends_the_transfer(recorder: Recorder) -> None:
+    client, source = Client(), source_of()
+    trainer = trainer_to(client, recorder, feed_of(source))
+    recorder.gate.clear()
+    ending = threading.Thread(target=lambda: (recorder.waiting.wait(LIMIT_S), trainer.abort("r1 is lost")))
+    recorder.waiting.clear()
+    ending.start()
+    with pytest.raises(GroupError, match="r1 is lost"):
+        trainer.send_weights()
+    ending.join()
     trainer.shutdown()
 
 
@@ -103,7 +135,7 @@ def test_an_engine_that_cannot_join_is_the_error_and_the_group_is_left(recorder:
     client, source = Client(), source_of()
     client.faults["init"] = RuntimeError("no such address")
     with pytest.raises(RuntimeError, match="no such address"):
-        trainer_to(client, recorder, plan_of(source))
+        trainer_to(client, recorder, feed_of(source))
     assert recorder.closed == 1
 
 
@@ -111,7 +143,7 @@ def test_workers_that_do_not_come_are_waited_for_until_the_deadline(recorder: Re
     monkeypatch.setattr(stock, "CLOSE_LIMIT_S", 0.1)
     recorder.gate.clear()
     with pytest.raises(TimeoutError, match=r"waited 0\.2 s .* to join"):
-        trainer_to(Client(), recorder, plan_of(source_of()), limit_s=0.2)
+        trainer_to(Client(), recorder, feed_of(source_of()), limit_s=0.2)
 
 
 def _plan(*dtypes: torch.dtype) -> Plan:
@@ -125,18 +157,3 @@ def test_a_plan_that_the_packed_format_cannot_carry_goes_tensor_by_tensor_and_on
     assert not form_for(scalar, buffer_bytes=4096, num_buffers=2).packed
     with pytest.raises(ConfigError, match="NCCL has no type for"):
         form_for(_plan(torch.bool, torch.float32), buffer_bytes=4096, num_buffers=2)
-
-
-def test_iterating_is_left_to_the_sender(recorder: Recorder) -> None:
-    """The source is read on the thread that sends, one pass a transfer."""
-    client, source = Client(), source_of()
-    threads: list[str] = []
-
-    def told() -> Iterator[tuple[str, torch.Tensor]]:
-        threads.append(threading.current_thread().name)
-        yield from source
-
-    trainer = trainer_to(client, recorder, plan_of(source))
-    trainer.send_weights(told())
-    trainer.shutdown()
-    assert threads == [threading.current_thread().name]

@@ -527,7 +527,7 @@ class FakeFleet:
         await self.other.coordinator.hand_over(identities, to=self.name, limit_s=limit_s)
 
     async def open(
-        self, version: int | str, plan: Plan | None = None, *, sender: Process = ALIVE, meeting: Meeting | None = None
+        self, version: int | str, plan: Plan | None = None, *, sender: Process = ALIVE, offer: Meeting | Native | None = None
     ) -> Ticket:
         plan = plan if plan is not None else plan_of()
         return await self.coordinator.rounds.open(
@@ -538,7 +538,7 @@ class FakeFleet:
             node_id="node",
             busy="wait",
             sender=sender,
-            meeting=meeting,
+            offer=offer,
         )
 
     async def send(self, version: int | str, *, digest: str | None = None, plan: Plan | None = None) -> Any:
@@ -553,10 +553,10 @@ class FakeFleet:
         """A round whose sender is met by the engines; with ``fails`` it gives up when all of them receive."""
         meeting = meeting_of()
         rounds, staging = self.coordinator.rounds, self.coordinator._parts.staging
-        ticket = await self.open(version, plan, meeting=meeting)
+        ticket = await self.open(version, plan, offer=meeting)
         self.sent[str(version)] = meeting.id
         committing = asyncio.ensure_future(rounds.commit(ticket.snapshot, holds_turn=True))
-        ended = asyncio.ensure_future(rounds.broadcast_ended(ticket.snapshot))
+        ended = asyncio.ensure_future(rounds.live_ended(ticket.snapshot))
         try:
             await self._send(ticket.snapshot, digest or f"digest of {version}", ended, fails=fails)
             return await committing
@@ -569,7 +569,7 @@ class FakeFleet:
 
     async def _send(self, snapshot: str, digest: str, ended: asyncio.Future[str | None], *, fails: bool) -> None:
         rounds = self.coordinator.rounds
-        group = await rounds.broadcast_group(snapshot)
+        group = await rounds.live_members(snapshot)
         while group is not None and not ended.done() and not all(self._receives(each.id) for each in group.members):
             await asyncio.sleep(0)
         if fails or (ended.done() and ended.result() is not None):
