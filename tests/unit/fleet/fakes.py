@@ -592,7 +592,6 @@ class FakeFleet:
         (engine,) = [each for each in self.engines if each.label == name]
         return engine._received is not None and engine._received["round"] == self.coordinator._roster.round_id
 
-
     async def relay(self, version: int | str, *, engine: FakeTrainerEngine | None = None, plan: Plan | None = None) -> Any:
         """A round whose calls are given by a trainer engine."""
         engine = engine or FakeTrainerEngine()
@@ -626,7 +625,9 @@ class FakeTrainerEngine:
         error: What ended it.
     """
 
-    def __init__(self, backend: str = "ipc", *, init: Any = None, updates: Any = ({},), fails_at: str | None = None, digest: str = "") -> None:
+    def __init__(
+        self, backend: str = "ipc", *, init: Any = None, updates: Any = ({},), fails_at: str | None = None, digest: str = ""
+    ) -> None:
         self.backend = backend
         self.init = init
         self.updates = updates
