@@ -215,7 +215,8 @@ class FakeEngine(StepByStep):
         if info["op"] == "see" and not info["probe"]:
             raise ValueError("rws: rank 0: a probe has the fields directory, name and nonce")
         if info["op"] == "native":
-            assert self.paused and not self.update_open
+            assert self.paused
+            assert not self.update_open
             self.inits.append(info["init_info"])
         if info["op"] == "judge":
             self.judging = info["plan"]["digest"]
@@ -592,7 +593,6 @@ class FakeFleet:
         (engine,) = [each for each in self.engines if each.label == name]
         return engine._received is not None and engine._received["round"] == self.coordinator._roster.round_id
 
-
     async def relay(self, version: int | str, *, engine: FakeTrainerEngine | None = None, plan: Plan | None = None) -> Any:
         """A round whose calls are given by a trainer engine."""
         engine = engine or FakeTrainerEngine()
@@ -626,7 +626,9 @@ class FakeTrainerEngine:
         error: What ended it.
     """
 
-    def __init__(self, backend: str = "ipc", *, init: Any = None, updates: Any = ({},), fails_at: str | None = None, digest: str = "") -> None:
+    def __init__(
+        self, backend: str = "ipc", *, init: Any = None, updates: Any = ({},), fails_at: str | None = None, digest: str = ""
+    ) -> None:
         self.backend = backend
         self.init = init
         self.updates = updates

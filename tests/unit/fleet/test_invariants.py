@@ -15,7 +15,23 @@ from ray_weightsync.config import Collective, Host, Native, Timeouts, Transport
 from ray_weightsync.errors import FleetTorn, ReplicasLost, RoundAborted
 from tests.unit.fleet.fakes import FakeFleet, FakeTrainerEngine
 
-CALLS = ("inspect", "see", "judge", "plan", "pause", "mark", "native", "start", "update", "finish", "outcome", "commit", "cache", "resume", "unmark")
+CALLS = (
+    "inspect",
+    "see",
+    "judge",
+    "plan",
+    "pause",
+    "mark",
+    "native",
+    "start",
+    "update",
+    "finish",
+    "outcome",
+    "commit",
+    "cache",
+    "resume",
+    "unmark",
+)
 REPLICAS = 3
 FAULTS = st.dictionaries(
     st.tuples(st.integers(0, REPLICAS - 1), st.sampled_from(CALLS)), st.sampled_from(["raise", "die", "hang", "late"]), max_size=3
