@@ -244,7 +244,6 @@ class TestRound:
         with pytest.raises(ValueError, match="nothing was transferred"):
             worker.outcome("r1")
 
-
     def test_an_outcome_that_asks_for_no_bytes_compares_the_session_alone(self, worker: Worker) -> None:
         worker.session()
         worker.outcome(attested=False, digest=None, snapshot=None)
