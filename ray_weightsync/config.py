@@ -213,7 +213,12 @@ class Native:
 Transport = Host | Collective | Native
 
 
-def as_transport(value: Transport | str) -> Host | Collective:
+@dataclass(frozen=True)
+class Auto:
+    """One of the others, chosen anew for each round; see `ray_weightsync.fleet.choosing`."""
+
+
+def as_transport(value: Transport | str) -> Host | Collective | Auto:
     """The transport that ``value`` names: a transport, ``"auto"``, ``"host"``, ``"collective"`` or ``"native:<backend>"``.
 
     Raises:
@@ -221,10 +226,12 @@ def as_transport(value: Transport | str) -> Host | Collective:
     """
     if isinstance(value, Host | Collective):
         return value
-    if value in ("auto", "host"):
+    if value == "auto":
+        return Auto()
+    if value == "host":
         return Host()
     if value == "collective":
         return Collective()
     if isinstance(value, Native) or (isinstance(value, str) and value.startswith("native:")):
-        raise ConfigError(f"transport {value!r} is not available in this version; use 'host' (also what 'auto' picks) or 'collective'")
+        raise ConfigError(f"transport {value!r} is not available in this version; use 'auto', 'host' or 'collective'")
     raise ConfigError(f"transport must be 'auto', 'host', 'collective', a Host(...) or a Collective(...), not {value!r}")

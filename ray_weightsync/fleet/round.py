@@ -21,6 +21,7 @@ class RoundLog:
     began: float = field(default_factory=time.monotonic)
     timeline: Timeline = field(default_factory=Timeline)
     transport: str = "host"
+    transport_reason: str = "what is kept is in host memory"
     notes: list[str] = field(default_factory=list)
 
 

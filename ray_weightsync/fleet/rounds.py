@@ -11,7 +11,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from ray_weightsync.config import Host, version_label
+from ray_weightsync.config import Collective, version_label
 from ray_weightsync.errors import ConfigError, RoundAborted, WeightSyncError
 from ray_weightsync.fleet.bring import Bring
 from ray_weightsync.fleet.broadcast import Broadcast
@@ -27,7 +27,7 @@ from ray_weightsync.fleet.staging import AFTER_REPLY_S
 from ray_weightsync.fleet.states import ReplicaEvent, ReplicaState
 from ray_weightsync.fleet.topology import Group
 from ray_weightsync.fleet.turns import Busy
-from ray_weightsync.fleet.values import Sealed, Ticket
+from ray_weightsync.fleet.values import Sealed, Ticket, Way
 from ray_weightsync.fleet.verdicts import aborted, verdict
 from ray_weightsync.fleet.within_reach import within_reach
 from ray_weightsync.report import ReplicaReport, SyncReport
@@ -40,6 +40,9 @@ logger = logging.getLogger(__name__)
 
 LOOK_IS_FRESH_S = 0.25
 """For how long a round relies on a look at the fleet, in seconds."""
+
+
+BY_HOST = "auto: it is staged, and what is staged waits in host memory"
 
 
 class PlanUnknown(Exception):
@@ -76,12 +79,14 @@ class Rounds:
         busy: Busy,
         sender: Process,
         meeting: Meeting | None = None,
+        way: Way | None = None,
     ) -> Ticket:
         """Begin a round: check the version, allot memory, start the preflight beside the sender's packing.
 
         The turn is the caller's until `seal`, `commit` or `abandon`, until ``sender`` died, or until the sender's deadline has passed.
         The snapshot's id is the caller's choice (32 hex digits), so that it can be abandoned before this returns. With a ``meeting`` it is
-        broadcast by a sender that is met there, who learns from `broadcast_group` whom to expect.
+        broadcast by a sender that is met there, who learns from `broadcast_group` whom to expect. How the bytes travel is said by ``way``,
+        where not every round of this session goes the same one.
 
         Raises:
             PlanUnknown: ``plan`` is needed.
@@ -105,10 +110,11 @@ class Rounds:
             self._roster.round_id = snapshot_id
             self._roster.changed("stage")
             broadcast, kept = None, True
+            way = way or self._settings.way or Way(transport=self._settings.host, reason=BY_HOST)
+            log.transport, log.transport_reason = way.name, way.reason
             if meeting is not None:
-                transport = self._settings.transport
-                broadcast, kept = Broadcast(meeting, on_group=self._grouped), isinstance(transport, Host) or transport.keep_snapshot
-                log.transport = "collective"
+                keeps = not isinstance(way.transport, Collective) or way.transport.keep_snapshot
+                broadcast, kept = Broadcast(meeting, on_group=self._grouped), keeps
             serves = self._roster.serves()
             snapshot = await self._staging.open(log, version, label, known, node_id, serves, kept=kept, broadcast=broadcast)
         except BaseException:

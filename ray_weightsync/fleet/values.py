@@ -5,14 +5,29 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ray_weightsync.config import AdoptPolicy, CachePolicy, Collective, FailurePolicy, Host, PauseMode, Timeouts
+from ray_weightsync.config import AdoptPolicy, Auto, CachePolicy, Collective, FailurePolicy, Host, Native, PauseMode, Timeouts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """How the bytes of one round travel, and why so."""
+
+    transport: Host | Collective | Native
+    reason: str
+
+    @property
+    def name(self) -> str:
+        """What users call it: ``"host"``, ``"collective"`` or ``"native:<backend>"``."""
+        if isinstance(self.transport, Native):
+            return f"native:{self.transport.backend}"
+        return "collective" if isinstance(self.transport, Collective) else "host"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """What a session was attached with."""
 
-    transport: Host | Collective
+    transport: Host | Collective | Auto
     transport_reason: str
     pause: PauseMode
     cache: CachePolicy
@@ -24,6 +39,11 @@ class Settings:
     def host(self) -> Host:
         """How snapshots are kept in host memory, whatever brings the bytes to the engines."""
         return self.transport if isinstance(self.transport, Host) else Host()
+
+    @property
+    def way(self) -> Way | None:
+        """How every round goes; None if each round chooses."""
+        return None if isinstance(self.transport, Auto) else Way(transport=self.transport, reason=self.transport_reason)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,15 +21,17 @@ from typing import Any
 import ray
 import torch
 
-from ray_weightsync.config import Collective, Host, Timeouts, version_label
+from ray_weightsync.config import Auto, Collective, Host, Timeouts, version_label
 from ray_weightsync.errors import ConfigError, RoundAborted, WeightSyncError
 from ray_weightsync.fleet.actor import revive
+from ray_weightsync.fleet.choosing import not_from_gpu
 from ray_weightsync.fleet.cluster import Process
 from ray_weightsync.fleet.link import CoordinatorLink, CoordinatorLost
 from ray_weightsync.fleet.turns import Busy
-from ray_weightsync.fleet.values import Sealed, Settings, Ticket
+from ray_weightsync.fleet.values import Sealed, Settings, Ticket, Way
 from ray_weightsync.report import SyncReport
 from ray_weightsync.trainer.broadcasting import Broadcasting, Kept
+from ray_weightsync.trainer.facts import sender_facts
 from ray_weightsync.transports.collective.rendezvous import Meeting
 from ray_weightsync.transports.host.layout import SlotError
 from ray_weightsync.transports.host.writer import SlotWriter
@@ -73,7 +75,7 @@ class SnapshotSender:
     def __init__(self, session: str, link: CoordinatorLink, *, settings: Settings) -> None:
         self._session = session
         self._link = link
-        self._transport = settings.transport
+        self._settings = settings
         self._timeouts = settings.timeouts
         self._me = Process.this()
         self._writer = SlotWriter()
@@ -82,14 +84,28 @@ class SnapshotSender:
 
     def send(self, source: SourceLike, *, version: int | str, busy: Busy = "wait") -> SyncReport:
         """Stage and commit; the turn is kept in between."""
-        if isinstance(self._transport, Collective):
-            with Broadcasting(self._link, self._transport, self._timeouts) as broadcasting:
-                return self._send(source, version, busy, broadcasting)
-        return self._send(source, version, busy, None)
+        weights = as_source(source)
+        way = self._settings.way or self._way(weights)
+        if isinstance(way.transport, Collective):
+            with Broadcasting(self._link, way.transport, self._timeouts) as broadcasting:
+                return self._send(weights, version, busy, way, broadcasting)
+        return self._send(weights, version, busy, way, None)
 
-    def _send(self, source: SourceLike, version: int | str, busy: Busy, broadcasting: Broadcasting | None) -> SyncReport:
+    def _way(self, source: WeightSource) -> Way:
+        """How this round goes, where each one chooses. Without a GPU here there is one way, and nobody is asked.
+
+        Raises:
+            RoundAborted: if no transport reaches the engines.
+        """
+        facts = sender_facts(source)
+        if facts.current is None:
+            return Way(transport=self._settings.host, reason=f"auto: {not_from_gpu(facts)}")
+        way: Way = self._link.ask("choose_transport", facts, limit_s=self._timeouts.connect_s)
+        return way
+
+    def _send(self, source: WeightSource, version: int | str, busy: Busy, way: Way, broadcasting: Broadcasting | None) -> SyncReport:
         began = time.monotonic()
-        weights, plan, ticket = self._open(source, version, busy, broadcasting)
+        weights, plan, ticket = self._open(source, version, busy, way, broadcasting)
         pending: Any = None
         if broadcasting is not None or (ticket.address is not None and ticket.address["overlap"]):
             pending = self._link.submit("commit", ticket.snapshot, None, True)
@@ -110,13 +126,13 @@ class SnapshotSender:
 
     def stage(self, source: SourceLike, *, version: int | str, busy: Busy = "wait") -> StagedWeights:
         """Return when the snapshot is sealed and no replica refused it: the trainer may go on."""
-        if not isinstance(self._transport, Host):
+        if not isinstance(self._settings.transport, Host | Auto):
             raise ConfigError(
                 "stage_weights needs the host transport: a broadcast is received while the engines are paused, and nothing is kept before",
                 hint="send_weights, or attach(..., transport='host')",
             )
         began = time.monotonic()
-        weights, plan, ticket = self._open(source, version, busy, None)
+        weights, plan, ticket = self._open(source, version, busy, None, None)
         sealed = self._pack(weights, plan, ticket, began, None, None)
         self._link.answer(
             self._link.submit("seal", ticket.snapshot, sealed, False),
@@ -154,7 +170,7 @@ class SnapshotSender:
         return report
 
     def _open(
-        self, source: SourceLike, version: int | str, busy: Busy, broadcasting: Broadcasting | None
+        self, source: SourceLike, version: int | str, busy: Busy, way: Way | None, broadcasting: Broadcasting | None
     ) -> tuple[WeightSource, Plan, Ticket]:
         version_label(version)
         if busy not in ("wait", "raise"):
@@ -165,26 +181,34 @@ class SnapshotSender:
         # It may have to wait for the round of another sender first.
         limit_s = 2 * (self._timeouts.staging_s(plan.num_bytes) + self._round_s(plan.num_bytes))
         meeting = None if broadcasting is None else broadcasting.meeting
-        ticket = None if plan.digest not in self._sent_plans else self._ticket(version, plan, None, node_id, busy, meeting, limit_s)
+        ticket = None if plan.digest not in self._sent_plans else self._ticket(version, plan, None, node_id, busy, meeting, way, limit_s)
         if ticket is None:  # the coordinator does not know this plan, forgot it among others, or is a successor
-            ticket = self._ticket(version, plan, plan.to_wire(), node_id, busy, meeting, limit_s)
+            ticket = self._ticket(version, plan, plan.to_wire(), node_id, busy, meeting, way, limit_s)
         assert ticket is not None, "it was given the plan"
         self._sent_plans.add(plan.digest)
         return weights, plan, ticket
 
     def _ticket(
-        self, version: int | str, plan: Plan, wire: Any, node_id: str, busy: Busy, meeting: Meeting | None, limit_s: float
+        self,
+        version: int | str,
+        plan: Plan,
+        wire: Any,
+        node_id: str,
+        busy: Busy,
+        meeting: Meeting | None,
+        way: Way | None,
+        limit_s: float,
     ) -> Ticket | None:
         """The right to write a snapshot; None if the coordinator does not know the plan."""
         snapshot = uuid.uuid4().hex
-        pending = self._link.submit("open_snapshot", snapshot, version, plan.digest, wire, node_id, busy, self._me, meeting)
+        pending = self._link.submit("open_snapshot", snapshot, version, plan.digest, wire, node_id, busy, self._me, meeting, way)
         try:
             ticket: Ticket | None = self._link.wait(pending, "open_snapshot", limit_s=limit_s)
         except CoordinatorLost as lost:
             logger.warning("the coordinator of %s died when a round was opened; its successor is asked (%s)", self._session, lost)
             # Under another id: one that only seemed to be gone is not to give this one its turn later.
             self._link.ask("abandon", snapshot, "its sender lost the answer", limit_s=limit_s)
-            return None if wire is None else self._ticket(version, plan, wire, node_id, busy, meeting, limit_s)
+            return None if wire is None else self._ticket(version, plan, wire, node_id, busy, meeting, way, limit_s)
         except WeightSyncError:
             raise
         except BaseException as error:  # interrupted while it waited: it must not be given the turn later

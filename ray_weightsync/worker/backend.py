@@ -55,7 +55,7 @@ class RwsBackend(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[mi
         super().__init__(config, vllm_config, device, model)
         agreement = over_world_group(get_world_group())
         self.updates = WorkerUpdates(
-            VLLMModel(vllm_config, device, model, agreement.world_size), agreement, self.receivers(), resident=resident
+            VLLMModel(vllm_config, device, model, agreement.world_size), agreement, self.receivers(), resident=resident, device=device
         )
 
     def receivers(self) -> Mapping[str, Receiver]:

@@ -23,7 +23,10 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from ray_weightsync.worker import payload
+from ray_weightsync.worker.device import has_nccl, told_device
 from ray_weightsync.worker.identity import RESIDENT as RESIDENT
 from ray_weightsync.worker.identity import node_ip
 from ray_weightsync.worker.identity import package_version as package_version
@@ -34,6 +37,8 @@ from ray_weightsync.worker.seams import Agreement, ModelLoader
 from ray_weightsync.worker.seams import SoleRank as SoleRank
 
 logger = logging.getLogger(__name__)
+
+_CPU = torch.device("cpu")
 
 MARKER = "rws: "
 """Starts the text of every error raised here, so that it is found inside whatever an engine wraps around it."""
@@ -47,6 +52,7 @@ class WorkerUpdates:
         agreement: How this worker's words reach the other ranks.
         receivers: One receiver per transport this worker can receive from, by its name on the wire.
         resident: Tells which of ``"weights"`` and ``"kv_cache"`` are in memory now.
+        device: Where the model is.
     """
 
     def __init__(
@@ -56,11 +62,14 @@ class WorkerUpdates:
         receivers: Mapping[str, Receiver],
         *,
         resident: Callable[[], Sequence[str]] = lambda: RESIDENT,
+        device: torch.device = _CPU,
     ) -> None:
         self._model = model
         self._agreement = agreement
         self._receivers = dict(receivers)
         self._resident = resident
+        self._device = told_device(device)
+        self._nccl = has_nccl()
         self._plans = WorkerPlans(model)
         self._session: Session | None = None
         self._open = False
@@ -204,7 +213,7 @@ class WorkerUpdates:
             ``nonce``, ``rank``, ``world_size``, ``package_version``, ``plans`` (digests, oldest first), ``judging`` (digest, if
             there is more to judge), ``unjudged`` (by plan digest, what the structural check could not judge), ``update_open``,
             ``round`` and ``failure`` of the latest session, ``epoch`` (newest seen), ``resident``, ``incarnation`` (new in every
-            process), ``node_ip``, ``pid``.
+            process), ``node_ip``, ``pid``, ``device`` (its ``type``, and ``uuid`` of a GPU), ``nccl`` (whether nccl4py is installed).
         """
         session = self._session
         failures = list(session.failures) if session else []
@@ -236,6 +245,8 @@ class WorkerUpdates:
             "incarnation": self._incarnation,
             "node_ip": self._node_ip,
             "pid": os.getpid(),
+            "device": dict(self._device),
+            "nccl": self._nccl,
         }
 
     def close(self) -> None:
