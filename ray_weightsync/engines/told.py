@@ -1,8 +1,8 @@
 """What runs in an engine's own process to tell what the engine is. Standard library only, since it may travel there by value.
 
-`look` reads attributes and calls nothing. `read` then calls what cannot raise on one worker alone: two questions to the engine core,
-and our worker extension's own method - only where the configuration proves that it is there, since a method that is missing would
-raise on every rank and leave the engine's replies out of step.
+`look` reads attributes and calls nothing of the engine's. `read` then calls what cannot raise on one worker alone: two questions to the
+engine core, and our worker extension's own method - only where the configuration proves that it is there, since a method that is missing
+would raise on every rank and leave the engine's replies out of step.
 """
 
 from __future__ import annotations

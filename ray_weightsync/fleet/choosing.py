@@ -172,6 +172,8 @@ def _no_stock_ipc(sender: SenderFacts, members: Sequence[MemberFacts]) -> str | 
 
 
 def _no_stock_nccl(sender: SenderFacts, members: Sequence[MemberFacts]) -> str | None:
+    if (elsewhere := _on_no_gpu(members)) is not None:
+        return elsewhere
     if sharing := [member for member in members if sender.device in member.devices]:
         return f"{_names(sharing)} share the sender's GPU, and NCCL takes one rank a GPU"
     if turns := [member for member in members if member.kind not in ("async", "http")]:
@@ -184,13 +186,16 @@ def _not_on_gpus(members: Sequence[MemberFacts]) -> str | None:
         return "nobody is there to receive"
     if unknown := [member for member in members if not member.devices]:
         return f"it cannot be seen what every worker of {_names(unknown)} is on"
-    for member in members:
-        for device in member.devices:
-            if device.type != GPU:
-                return f"{member.id} is on {_shown(device)}"
+    if (elsewhere := _on_no_gpu(members)) is not None:
+        return elsewhere
     if unnamed := [member for member in members if not _known(member)]:
         return f"it cannot be told which GPU {_names(unnamed)} are on"
     return None
+
+
+def _on_no_gpu(members: Sequence[MemberFacts]) -> str | None:
+    found = ((member, device) for member in members for device in member.devices if device.type != GPU)
+    return next((f"{member.id} is on {_shown(device)}" for member, device in found), None)
 
 
 def _no_ipc(sender: SenderFacts, members: Sequence[MemberFacts]) -> str | None:
