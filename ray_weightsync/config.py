@@ -200,7 +200,13 @@ class Collective:
 
 @dataclass(frozen=True)
 class Native:
-    """One of vLLM's own trainer engines, such as ``Native("ipc")``."""
+    """One of vLLM's own data planes, driven by its own trainer engine, such as ``Native("ipc")``. Needs vLLM in the trainer.
+
+    Attributes:
+        backend: Its name in vLLM: ``"ipc"``, ``"nccl"``, ``"sparse_nccl"``, ``"sharded_rdt"``, ``"nccl_m2n"``, or one that you registered.
+        options: Fields of that backend's own ``TrainerInitInfo``, such as ``{"packed": True}``. Rank, world size and the place to meet are
+            filled in.
+    """
 
     backend: str
     options: dict[str, Any] = field(default_factory=dict, kw_only=True)
@@ -208,6 +214,8 @@ class Native:
     def __post_init__(self) -> None:
         if not isinstance(self.backend, str) or not self.backend:
             raise ConfigError(f"Native.backend must be the name of a vLLM weight-transfer backend, not {self.backend!r}")
+        if not isinstance(self.options, dict) or not all(isinstance(name, str) for name in self.options):
+            raise ConfigError(f"Native.options must be a dict of keyword arguments, not {self.options!r}")
 
 
 Transport = Host | Collective | Native
@@ -218,13 +226,13 @@ class Auto:
     """One of the others, chosen anew for each round; see `ray_weightsync.fleet.choosing`."""
 
 
-def as_transport(value: Transport | str) -> Host | Collective | Auto:
+def as_transport(value: Transport | str) -> Transport | Auto:
     """The transport that ``value`` names: a transport, ``"auto"``, ``"host"``, ``"collective"`` or ``"native:<backend>"``.
 
     Raises:
-        ConfigError: for anything else, and for transports that this version does not carry yet.
+        ConfigError: for anything else.
     """
-    if isinstance(value, Host | Collective):
+    if isinstance(value, Host | Collective | Native):
         return value
     if value == "auto":
         return Auto()
@@ -232,6 +240,8 @@ def as_transport(value: Transport | str) -> Host | Collective | Auto:
         return Host()
     if value == "collective":
         return Collective()
-    if isinstance(value, Native) or (isinstance(value, str) and value.startswith("native:")):
-        raise ConfigError(f"transport {value!r} is not available in this version; use 'auto', 'host' or 'collective'")
-    raise ConfigError(f"transport must be 'auto', 'host', 'collective', a Host(...) or a Collective(...), not {value!r}")
+    if isinstance(value, str) and value.startswith("native:"):
+        return Native(value.removeprefix("native:"))
+    raise ConfigError(
+        f"transport must be 'auto', 'host', 'collective', 'native:<backend>', a Host, a Collective or a Native, not {value!r}"
+    )

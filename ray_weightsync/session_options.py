@@ -12,6 +12,7 @@ from ray_weightsync.config import (
     CachePolicy,
     Collective,
     FailurePolicy,
+    Native,
     PauseMode,
     PreflightMode,
     Timeouts,
@@ -52,7 +53,9 @@ def settings_of(
     if not isinstance(policy, FailurePolicy) or not isinstance(deadlines, Timeouts):
         raise ConfigError("on_failure must be a FailurePolicy and timeouts a Timeouts")
     chosen = as_transport(transport)
-    if policy.after_start == "all_or_none" and isinstance(chosen, Collective) and not chosen.keep_snapshot:
+    if policy.after_start == "all_or_none" and (
+        isinstance(chosen, Native) or (isinstance(chosen, Collective) and not chosen.keep_snapshot)
+    ):
         raise ConfigError("after_start='all_or_none' goes back to the version before: that needs Collective(keep_snapshot=True), or 'host'")
     return Settings(
         transport=chosen,

@@ -17,6 +17,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayTaskError
 
+from ray_weightsync.config import Native
 from ray_weightsync.engines.ref import EngineRef
 from ray_weightsync.engines.resolve import Engine, resolve, resolve_all
 from ray_weightsync.errors import AttachError, ConfigError, SessionConflict, WeightSyncError
@@ -27,6 +28,7 @@ from ray_weightsync.fleet.cluster import NAMESPACE, Process, until_gone
 from ray_weightsync.fleet.coordinator import Coordinator
 from ray_weightsync.fleet.journal import Origin, RayJournal, Record
 from ray_weightsync.fleet.keyring import Keys
+from ray_weightsync.fleet.relay import NativeMembers
 from ray_weightsync.fleet.replica import Replica
 from ray_weightsync.fleet.rounds import PlanUnknown
 from ray_weightsync.fleet.stores import RayStores
@@ -38,6 +40,7 @@ from ray_weightsync.protocol.threads import in_daemon_thread
 from ray_weightsync.report import FleetStatus, SyncReport
 
 if TYPE_CHECKING:
+    from ray_weightsync.protocol.messages import Payload
     from ray_weightsync.transports.collective.rendezvous import Meeting
 
 logger = logging.getLogger(__name__)
@@ -160,7 +163,7 @@ class _CoordinatorActor:
         node_id: str,
         busy: Busy,
         sender: Process,
-        meeting: Meeting | None,
+        offer: Meeting | Native | None,
         way: Way | None,
     ) -> Ticket | None:
         """None asks for the plan itself."""
@@ -174,7 +177,7 @@ class _CoordinatorActor:
                 node_id=node_id,
                 busy=busy,
                 sender=sender,
-                meeting=meeting,
+                offer=offer,
                 way=way,
             )
         except PlanUnknown:
@@ -183,11 +186,14 @@ class _CoordinatorActor:
     async def seal(self, snapshot_id: str, sealed: Sealed, keep_turn: bool) -> None:
         await (await self._ready()).rounds.seal(snapshot_id, sealed, keep_turn=keep_turn)
 
-    async def broadcast_group(self, snapshot_id: str) -> Group | None:
-        return await (await self._ready()).rounds.broadcast_group(snapshot_id)
+    async def live_members(self, snapshot_id: str) -> Group | NativeMembers | None:
+        return await (await self._ready()).rounds.live_members(snapshot_id)
 
-    async def broadcast_ended(self, snapshot_id: str) -> str | None:
-        return await (await self._ready()).rounds.broadcast_ended(snapshot_id)
+    async def live_ended(self, snapshot_id: str) -> str | None:
+        return await (await self._ready()).rounds.live_ended(snapshot_id)
+
+    async def native_call(self, snapshot_id: str, verb: str, payload: Payload | None) -> None:
+        await (await self._ready()).rounds.native_call(snapshot_id, verb, payload)
 
     async def abandon(self, snapshot_id: str, why: str) -> None:
         await (await self._ready()).rounds.abandon(snapshot_id, why)

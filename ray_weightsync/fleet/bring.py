@@ -21,6 +21,7 @@ from typing import Any
 from ray_weightsync.errors import CallFailure
 from ray_weightsync.fleet.fence import fence
 from ray_weightsync.fleet.putback import put_back
+from ray_weightsync.fleet.relay import Ended, Relay
 from ray_weightsync.fleet.replica import Replica
 from ray_weightsync.fleet.round import Aborted, Member, NotAll, RoundLog, RoundSpec
 from ray_weightsync.fleet.states import ReplicaEvent, ReplicaState
@@ -60,6 +61,8 @@ class Bring:
     on_phase: Callable[[str], None] = lambda phase: None
     on_lost: Callable[[str, str], None] = lambda replica, why: None
     """Told of each member that failed after *start*: its id, and why."""
+    relay: Relay | None = None
+    """What gives the calls from start to finish, if the sender's own engine does; it sets itself up before them."""
 
     async def run(self) -> list[ReplicaReport]:
         """Bring every replica to the snapshot, and say how each fared.
@@ -80,6 +83,8 @@ class Bring:
                 updates = self.payloads([member.replica for member in members])
             except StepFailed as refused:
                 culprits = {"sender": refused}
+            else:
+                culprits = await self._not_set_up(members)
         if culprits:
             self.on_phase("abort")
             await self._put_all_back(members, culprits)
@@ -88,7 +93,8 @@ class Bring:
         for member in members:
             member.replica.happen(ReplicaEvent.START)  # from here on only a complete, attested update makes it whole
         apply = partial(self._apply, updates=updates)
-        await self._each(members, apply, "update", self.spec.apply_limit_s + 2 * timeouts.resume_s, fence_who_fails=True)
+        limit_s = self.spec.apply_limit_s + 2 * timeouts.resume_s + (self.relay.limit_s if self.relay is not None else 0.0)
+        await self._each(members, apply, "update", limit_s, fence_who_fails=True)
 
         failed = {member.replica.id: member.failed for member in members if member.failed}
         if failed and self.spec.all_or_none:
@@ -142,6 +148,19 @@ class Bring:
                 return {"sender": failed}
         return {}
 
+    async def _not_set_up(self, members: list[Member]) -> dict[str, StepFailed]:
+        """Who keeps the sender's engine from being ready: those whose end of it was not set up, or the sender."""
+        if (relay := self.relay) is None:
+            return {}
+
+        async def set_up(member: Member) -> None:
+            await relay.set_up(member.replica, partial(self._chain, member))
+
+        await self._each(members, set_up, "init", relay.limit_s)
+        failed = {member.replica.id: member.failed for member in members if member.failed}
+        theirs = {name: failure for name, failure in failed.items() if not isinstance(failure, Ended)}
+        return theirs or dict(zip(("sender",), failed.values(), strict=False))  # it tells each of them the same
+
     async def _put_all_back(self, members: list[Member], culprits: dict[str, StepFailed]) -> None:
         for member in members:
             member.failed = None
@@ -153,6 +172,10 @@ class Bring:
 
     async def _apply(self, member: Member, updates: Mapping[str, dict[str, Any]]) -> None:
         timeouts, num_bytes = self.spec.timeouts, self.spec.num_bytes
+        if self.relay is not None:
+            await self.relay.update(member.replica, partial(self._chain, member))
+            await self._chain(member, "outcome", [await self._outcome()])
+            return
         update = updates.get(member.replica.id)
         if update is None:  # with overlap, bytes are on their way to its node while it is paused
             failure = CallFailure(message="the copy on its node was given up meanwhile", kind="raised", elapsed_s=0.0)
@@ -189,10 +212,10 @@ class Bring:
     def _in_one_turn(self, member: Member) -> bool:
         """A synchronous LLM has no pause: what must not be interleaved with a request has to be one call of its actor.
 
-        In a broadcast that ends with *finish*: what the outcome is to be is known only when all have received. Requests that come in
+        In a live round that ends with *finish*: what the outcome is to be is known only when all have received. Requests that come in
         between run under the tombstone.
         """
-        return self._is_sync(member) and not self.spec.broadcast
+        return self._is_sync(member) and not self.spec.live
 
     def _is_sync(self, member: Member) -> bool:
         return bool(member.replica.engine.facts.kind == "sync")
@@ -232,7 +255,7 @@ class Bring:
         await self._chain(member, calls[0].phase if calls else "commit", calls)
         member.resumed_at = time.monotonic()
         replica.happen(ReplicaEvent.COMMIT)
-        replica.version, replica.attested, replica.fenced_by_us = self.spec.label, True, False
+        replica.version, replica.attested, replica.fenced_by_us = self.spec.label, self.spec.attested, False
 
     def _resumption(self, member: Member) -> list[Call]:
         """The end of the pause, if it is ours to end."""

@@ -115,14 +115,14 @@ class Chronicle:
             ) from error
 
     async def sealed(self, snapshot: Snapshot) -> None:
-        """Keep what the members of a broadcast must have received: no store could tell it to a successor."""
+        """Keep what the members of a live round must have received: no store could tell it to a successor."""
         if self._round is None or self._round.id != snapshot.id:
             return
         self._round = dataclasses.replace(self._round, snapshot=recorded(snapshot))
         try:
             await self.write()
         except Exception:  # should this process die now as well, its successor finds the weights unproved
-            logger.exception("the journal does not know yet what was broadcast as version %s", snapshot.label)
+            logger.exception("the journal does not know yet what was sent as version %s", snapshot.label)
 
     def after(self) -> None:
         """No round is in progress any more. Written when nobody waits; a later record says it too."""
@@ -221,6 +221,7 @@ def recorded(snapshot: Snapshot) -> SnapshotRecord:
         sealed=snapshot.sealed.result() if known else None,
         group=snapshot.group,
         kept=snapshot.kept,
+        attested=snapshot.attested,
     )
 
 

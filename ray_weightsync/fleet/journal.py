@@ -55,6 +55,7 @@ class SnapshotRecord:
     sealed: Sealed | None
     group: str | None = None
     kept: bool = True
+    attested: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

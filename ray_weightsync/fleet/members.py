@@ -106,13 +106,15 @@ async def unable(replicas: Iterable[Replica], snapshot: Snapshot, log: RoundLog,
 async def _sources(snapshot: Snapshot, parts: Parts) -> Callable[[Replica], Awaitable[Source]]:
     """Finds where a replica is to have the bytes from: the sender itself, or its own node, where a copy is begun if there is none."""
     nodes = await _nodes(parts) if snapshot.kept else {}
-    copies, broadcast = parts.staging.copies, snapshot.broadcast
+    copies, live = parts.staging.copies, snapshot.live
 
     async def source_for(replica: Replica) -> Source:
-        # Of a broadcast, too: should it fail, this is where the replica would be brought back from.
+        # Of a live round, too: should it fail, this is where the replica would be brought back from.
         replica.home = home_of(replica.engine.facts, nodes, origin=snapshot.origin)
-        if broadcast is not None:
-            return Source("collective", broadcast.meeting.probe())
+        if live is not None:
+            if (why := live.refusal(replica.engine.facts)) is not None:
+                raise StepFailed(PHASE, CallFailure(message=why, kind="raised", elapsed_s=0.0), parts.timeouts.preflight_s)
+            return Source(live.receiver, live.probe(), live.seen_once)
         copy = await copies.allotted(snapshot, replica.home)
         return Source("host", partial(copies.probe, copy.node_id), copy.store)
 

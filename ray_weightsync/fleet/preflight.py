@@ -38,7 +38,7 @@ class Source:
     Attributes:
         transport: The receiver that is asked.
         probe: What it is shown, or a function that fetches it.
-        store: Identity of a snapshot store, which is seen once per incarnation; None for what is new in every round.
+        store: Identity of a snapshot store, or of what else is seen once per incarnation; None for what is new in every round.
     """
 
     transport: str

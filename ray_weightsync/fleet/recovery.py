@@ -141,6 +141,7 @@ class Recovery:
             sealed=sealed,
             group=record.group,
             kept=record.kept,
+            attested=record.attested,
             copies=copies,
         )
 
@@ -180,7 +181,8 @@ class Recovery:
             num_bytes=snapshot.plan.num_bytes if snapshot is not None else 0,
             all_or_none=False,
             overlap=False,
-            broadcast=False,
+            live=False,
+            attested=snapshot is None or snapshot.attested,
             pause=settings.pause,
             cache=settings.cache,
             timeouts=self._timeouts,

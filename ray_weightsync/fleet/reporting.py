@@ -27,7 +27,7 @@ def report_of(
     """What the round did."""
     written, timeline = snapshot.written(), log.timeline
     counts = [replica.requests_recomputed for replica in replicas]
-    guarantees, missing = promises(roster.members, snapshot, settings, broadcast=log.transport == "collective", first=roster.ordinal <= 1)
+    guarantees, missing = promises(roster.members, snapshot, settings, log, first=roster.ordinal <= 1)
     return SyncReport(
         version=snapshot.version,
         ordinal=roster.ordinal,
@@ -54,18 +54,23 @@ def report_of(
 
 
 def promises(
-    replicas: Iterable[Replica], snapshot: Snapshot, settings: Settings, *, broadcast: bool, first: bool
+    replicas: Iterable[Replica], snapshot: Snapshot, settings: Settings, log: RoundLog, *, first: bool
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """What was held for this fleet in its ``first`` round or a later one, and what could not be."""
-    given, missing = ["bytes attested by every worker"], []
+    given: list[str] = []
+    missing: list[str] = []
+    if log.attested:
+        given.append("bytes attested by every worker")
+    else:
+        missing.append(f"{log.transport} goes past the workers' check of the bytes: only that the update was complete is attested")
     if not snapshot.kept:
         missing.append(
-            "no snapshot is kept, so nobody can be healed or added without the trainer: Collective(keep_snapshot=True) keeps one"
+            "no snapshot is kept, so nobody can be healed or added without the trainer: Collective(keep_snapshot=True) keeps one, and host"
         )
-    if broadcast:
+    if log.grouped:
         missing.append("a replica that is lost while bytes move takes the others of its round with it")
     if settings.on_failure.after_start == "quarantine":
-        if not broadcast:
+        if not log.grouped:
             given.append("a lost replica does not stop the others")
     elif first:
         missing.append("all or none: nothing was committed before that could be gone back to, so what failed would have been fenced")

@@ -31,7 +31,8 @@ def spec_of(parts: Parts, snapshot: Snapshot, log: RoundLog, *, overlap: bool) -
         # There is nothing to go back to before the first commit, and a restoration is of each for itself.
         all_or_none=settings.on_failure.after_start == "all_or_none" and parts.staging.committed not in (None, snapshot),
         overlap=overlap,
-        broadcast=snapshot.broadcast is not None,
+        live=snapshot.live is not None,
+        attested=snapshot.attested,
         pause=settings.pause,
         cache=settings.cache,
         timeouts=timeouts,
@@ -42,15 +43,15 @@ def spec_of(parts: Parts, snapshot: Snapshot, log: RoundLog, *, overlap: bool) -
 def payloads_of(snapshot: Snapshot, spec: RoundSpec) -> Payloads:
     """The ``update_weights`` payloads of a round: what each member is to read, or where it is to join."""
     common = {
-        "transport": "host" if snapshot.broadcast is None else "collective",
+        "transport": "host" if snapshot.live is None else snapshot.live.receiver,
         "round": spec.round_id,
         "epoch": spec.epoch,
         "plan": snapshot.plan.digest,
         # The workers' own deadline ends before ours: it is they who know how far the bytes had come.
         "limit_s": 0.8 * spec.timeouts.for_bytes("update", spec.num_bytes),
     }
-    if (broadcast := snapshot.broadcast) is not None:
-        return lambda replicas: {name: common | {"group": group} for name, group in broadcast.payloads(replicas).items()}
+    if (live := snapshot.live) is not None:
+        return lambda replicas: live.payloads(replicas, common)
 
     def on_their_nodes(replicas: Sequence[Replica]) -> dict[str, dict[str, Any]]:
         if snapshot.given_up is not None:  # with overlap, nobody has waited for the seal

@@ -15,13 +15,21 @@ from ray_weightsync.report import ReplicaReport
 
 @dataclass
 class RoundLog:
-    """What a round leaves behind for its report: where the seconds went, and remarks."""
+    """What a round leaves behind for its report: where the seconds went, how the bytes went, and remarks.
+
+    Attributes:
+        transport: In the words of `config.as_transport`.
+        attested: The workers attest the bytes.
+        grouped: A member that is lost while bytes move takes the others with it.
+    """
 
     round_id: str
     began: float = field(default_factory=time.monotonic)
     timeline: Timeline = field(default_factory=Timeline)
     transport: str = "host"
     transport_reason: str = "what is kept is in host memory"
+    attested: bool = True
+    grouped: bool = False
     notes: list[str] = field(default_factory=list)
 
 
@@ -36,7 +44,8 @@ class RoundSpec:
         num_bytes: Bytes moved to each replica; deadlines grow with them.
         all_or_none: Nobody is committed unless all are attested.
         overlap: The engines load while the snapshot is still being written, or sent.
-        broadcast: The sender is itself a member: it sends only while all of them receive.
+        live: The sender is itself at it: it sends only while all of them receive.
+        attested: The workers can attest the bytes, and not only that the update was complete.
     """
 
     round_id: str
@@ -45,7 +54,8 @@ class RoundSpec:
     num_bytes: int
     all_or_none: bool
     overlap: bool
-    broadcast: bool
+    live: bool
+    attested: bool
     pause: PauseMode
     cache: CachePolicy
     timeouts: Timeouts

@@ -11,13 +11,15 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from ray_weightsync.config import Collective, version_label
+from ray_weightsync.config import Native, version_label
 from ray_weightsync.errors import ConfigError, RoundAborted, WeightSyncError
 from ray_weightsync.fleet.bring import Bring
 from ray_weightsync.fleet.broadcast import Broadcast
 from ray_weightsync.fleet.cluster import Process, until_gone
+from ray_weightsync.fleet.live import Live
 from ray_weightsync.fleet.members import members_of
 from ray_weightsync.fleet.parts import Parts
+from ray_weightsync.fleet.relay import NativeMembers, Relay
 from ray_weightsync.fleet.replica import Replica
 from ray_weightsync.fleet.reporting import report_of
 from ray_weightsync.fleet.restoring import payloads_of, roll_back, spec_of
@@ -34,6 +36,7 @@ from ray_weightsync.report import ReplicaReport, SyncReport
 from ray_weightsync.weights.plan import Plan
 
 if TYPE_CHECKING:
+    from ray_weightsync.protocol.messages import Payload
     from ray_weightsync.transports.collective.rendezvous import Meeting
 
 logger = logging.getLogger(__name__)
@@ -78,15 +81,16 @@ class Rounds:
         node_id: str,
         busy: Busy,
         sender: Process,
-        meeting: Meeting | None = None,
+        offer: Meeting | Native | None = None,
         way: Way | None = None,
     ) -> Ticket:
         """Begin a round: check the version, allot memory, start the preflight beside the sender's packing.
 
         The turn is the caller's until `seal`, `commit` or `abandon`, until ``sender`` died, or until the sender's deadline has passed.
-        The snapshot's id is the caller's choice (32 hex digits), so that it can be abandoned before this returns. With a ``meeting`` it is
-        broadcast by a sender that is met there, who learns from `broadcast_group` whom to expect. How the bytes travel is said by ``way``,
-        where not every round of this session goes the same one.
+        The snapshot's id is the caller's choice (32 hex digits), so that it can be abandoned before this returns. With an ``offer`` the
+        bytes go straight from the sender to the engines, and it learns from `live_members` whom to expect: it is met at a `Meeting`, or has
+        a trainer engine of vLLM's, whose calls it makes through `native_call`. Why it goes so is said by ``way``, where each round of this
+        session chooses its own.
 
         Raises:
             PlanUnknown: ``plan`` is needed.
@@ -109,19 +113,19 @@ class Rounds:
                 raise ConfigError(f"version {label!r} was committed before; versions are unique (now: {self._roster.label!r})")
             self._roster.round_id = snapshot_id
             self._roster.changed("stage")
-            broadcast, kept = None, True
             way = way or self._settings.way or Way(transport=self._settings.host, reason=BY_HOST)
-            log.transport, log.transport_reason = way.name, way.reason
-            if meeting is not None:
-                keeps = not isinstance(way.transport, Collective) or way.transport.keep_snapshot
-                broadcast, kept = Broadcast(meeting, on_group=self._grouped), keeps
+            live = None if offer is None else self._live(offer, known)
+            kept = live is None or (isinstance(live, Broadcast) and way.keeps_broadcast)
+            log.transport_reason = way.reason
+            if live is not None:
+                log.transport, log.attested, log.grouped = live.name, live.attested, live.grouped
             serves = self._roster.serves()
-            snapshot = await self._staging.open(log, version, label, known, node_id, serves, kept=kept, broadcast=broadcast)
+            snapshot = await self._staging.open(log, version, label, known, node_id, serves, kept=kept, live=live)
         except BaseException:
             self._parts.end_turn(snapshot_id)
             raise
         snapshot.preflight = self._parts.spawn(self._look(snapshot))
-        if meeting is not None:  # it is sealed when all have received
+        if live is not None:  # it is sealed when all have received
             limit_s += self._timeouts.round_s(known.num_bytes)
         self._parts.spawn(self._give_up_after(snapshot, limit_s, sender))
         address = snapshot.copies[node_id].address if kept else None
@@ -144,30 +148,47 @@ class Rounds:
             self._plans = dict([*self._plans.items(), (plan.digest, plan)][-4:])
         return self._plans[digest]
 
-    async def broadcast_group(self, snapshot_id: str) -> Group | None:
-        """Whom the sender of a broadcast is to expect, as soon as all of them are about to start; None if nobody.
+    def _live(self, offer: Meeting | Native, plan: Plan) -> Live[Any]:
+        if isinstance(offer, Native):
+            return Relay(offer, plan, self._timeouts, on_group=self._grouped)
+        return Broadcast(offer, on_group=self._grouped)
+
+    async def live_members(self, snapshot_id: str) -> Group | NativeMembers | None:
+        """Whom a sender that made an offer is to expect, as soon as all of them are about to start; None if nobody.
 
         Raises:
             RoundAborted: if the round ends before.
         """
-        return await self._broadcast(snapshot_id).group()
+        members: Group | NativeMembers | None = await self._of(snapshot_id).members()
+        return members
 
-    async def broadcast_ended(self, snapshot_id: str) -> str | None:
-        """Why the sender of a broadcast is to stop, as soon as that is so; None if all was received.
+    async def live_ended(self, snapshot_id: str) -> str | None:
+        """Why a sender that made an offer is to stop, as soon as that is so; None if all was received.
 
         Raises:
             RoundAborted: if there is no such round.
         """
-        return await self._broadcast(snapshot_id).ended()
+        return await self._of(snapshot_id).ended()
+
+    async def native_call(self, snapshot_id: str, verb: str, payload: Payload | None) -> None:
+        """Have every member carry out a verb of the protocol; see `Relay.call`.
+
+        Raises:
+            RoundAborted: if there is no such round, or it does not go on.
+            ConfigError: for a call that no round can carry out.
+        """
+        relay = self._of(snapshot_id)
+        assert isinstance(relay, Relay), "it was opened with a trainer engine"
+        await relay.call(verb, payload)
 
     def _grouped(self, table: str) -> None:
         logger.info("%s", table)
         self._roster.ranks = table
 
-    def _broadcast(self, snapshot_id: str) -> Broadcast:
-        broadcast = self._staging.require(snapshot_id, self._roster.serves()).broadcast
-        assert broadcast is not None, "it was opened with a meeting"
-        return broadcast
+    def _of(self, snapshot_id: str) -> Live[Any]:
+        live = self._staging.require(snapshot_id, self._roster.serves()).live
+        assert live is not None, "it was opened with an offer"
+        return live
 
     async def seal(self, snapshot_id: str, sealed: Sealed, *, keep_turn: bool = False) -> None:
         """The sender has written everything: seal the snapshot on every node, and wait for the preflight's verdict.
@@ -179,7 +200,7 @@ class Rounds:
             snapshot = self._staging.require(snapshot_id, self._roster.serves())
             try:
                 await self._staging.seal(snapshot, sealed)
-                if snapshot.broadcast is not None:
+                if snapshot.live is not None:
                     self._parts.spawn(self._parts.chronicle.sealed(snapshot))
                 await self._staging.sealed(snapshot, self._roster.serves())
                 members = await snapshot.judged()
@@ -276,13 +297,13 @@ class Rounds:
         repeat = await self._is_repeat(snapshot)
         left: list[Replica] = []
         if repeat:
-            members = [replica for replica in members if not (replica.whole and replica.attested and replica.version == snapshot.label)]
-            if snapshot.broadcast is not None:
+            members = [replica for replica in members if not _holds(replica, snapshot)]
+            if snapshot.live is not None:
                 left, members = members, []
         try:
             replicas = await self.bring(snapshot, snapshot.log, members)
         finally:
-            if not repeat and any(replica.version == snapshot.label and replica.attested for replica in members):
+            if not repeat and any(_holds(replica, snapshot) for replica in members):
                 self._roster.commit(snapshot.label)
                 self._staging.keep(snapshot)
         reports = [*replicas, *map(_left, left)]
@@ -293,8 +314,8 @@ class Rounds:
         committed = self._staging.committed
         if committed is None or snapshot.label != self._roster.label:
             return False
-        if snapshot.broadcast is not None:
-            snapshot.broadcast.invite_nobody()
+        if snapshot.live is not None:
+            snapshot.live.invite_nobody()
         mine = (await self._staging.sealed(snapshot, self._roster.serves())).digest
         theirs = committed.written().digest
         if mine != theirs:
@@ -315,11 +336,13 @@ class Rounds:
         """
         await self._parts.chronicle.before(snapshot, members, log.round_id)
         before = self._staging.committed
-        broadcast = snapshot.broadcast
-        spec = spec_of(self._parts, snapshot, log, overlap=self._settings.host.overlap or broadcast is not None)
+        live = snapshot.live
+        spec = spec_of(self._parts, snapshot, log, overlap=self._settings.host.overlap or live is not None)
         bring = Bring(spec, members, payloads_of(snapshot, spec), snapshot.expected, log=log, on_phase=self._roster.changed)
-        if broadcast is not None:
-            bring.on_lost = broadcast.lose
+        if live is not None:
+            bring.on_lost = live.lose
+        if isinstance(live, Relay):
+            bring.relay = live
         try:
             return await bring.run()
         except Aborted as end:
@@ -348,7 +371,12 @@ class Rounds:
         return report
 
 
+def _holds(replica: Replica, snapshot: Snapshot) -> bool:
+    """Whether it serves this version, and is known to as surely as it can be."""
+    return replica.whole and replica.version == snapshot.label and (replica.attested or not snapshot.attested)
+
+
 def _left(replica: Replica) -> ReplicaReport:
-    """What is said of a replica that a repeat does not help, because it is not broadcast a second time."""
-    error = "it does not hold this version, and a version that was committed is not broadcast again: send another one"
+    """What is said of a replica that a repeat does not help, because it is not sent to the engines a second time."""
+    error = "it does not hold this version, and a version that was committed is not sent a second time: send another one"
     return ReplicaReport(id=replica.id, state=replica.state.value, version=replica.version, failed_phase="update", error=error)

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from ray_weightsync.fleet.broadcast import Broadcast
+from ray_weightsync.fleet.live import Live
 from ray_weightsync.fleet.replica import Replica
 from ray_weightsync.fleet.round import RoundLog
 from ray_weightsync.fleet.steps import StepFailed
@@ -43,8 +43,9 @@ class Snapshot:
         ahead: By node, slots that were had under its name before anybody asked for them; their stores may have died since.
         allotting: Copies whose slot is being had.
         spreading: Held while its bytes go to other nodes.
-        broadcast: How its bytes get to the engines, if not by a copy on their node. None when that is over.
+        live: How its bytes get to the engines, if not by a copy on their node. None when that is over.
         group: Id of the group in which it is broadcast; its receivers know it by that.
+        attested: Its receivers can attest the bytes.
         kept: Stores are to have it.
         over: It is freed, or about to be.
         log: That round's.
@@ -62,8 +63,9 @@ class Snapshot:
     node_id: str
     log: RoundLog
     sealed: asyncio.Future[Sealed]
-    broadcast: Broadcast | None = None
+    live: Live[Any] | None = None
     group: str | None = None
+    attested: bool = True
     kept: bool = True
     over: bool = False
     copies: dict[str, Copy] = field(default_factory=dict)
@@ -96,8 +98,8 @@ class Snapshot:
 
     def fail(self, why: StepFailed) -> None:
         """It will not be sealed: whoever waits for that is told."""
-        if self.broadcast is not None:
-            self.broadcast.end(str(why))
+        if self.live is not None:
+            self.live.end(str(why))
         if not self.sealed.done():
             self.sealed.set_exception(why)
             self.sealed.exception()  # marks it as seen: often nobody waits for it
@@ -116,10 +118,11 @@ class Snapshot:
     async def expected(self) -> dict[str, Any]:
         """What each worker must have received (see the outcome call)."""
         sealed = await self.seal_of()
-        return {
+        expected = {
             "plan": self.plan.digest,
             "snapshot": self.group or self.slot,
             "digest": sealed.digest,
             "num_bytes": sealed.num_bytes,
             "num_tensors": sealed.num_tensors,
         }
+        return expected if self.attested else {**expected, "attested": False}

@@ -7,11 +7,12 @@ import logging
 import time
 import uuid
 from collections.abc import Collection, Sequence
+from typing import Any
 
 from ray_weightsync.config import Host, Timeouts
 from ray_weightsync.errors import CallFailure, RoundAborted
-from ray_weightsync.fleet.broadcast import Broadcast
 from ray_weightsync.fleet.copies import Ahead, Copies
+from ray_weightsync.fleet.live import Live
 from ray_weightsync.fleet.replica import Replica
 from ray_weightsync.fleet.round import RoundLog
 from ray_weightsync.fleet.snapshot import Copy, Snapshot
@@ -80,7 +81,7 @@ class Staging:
         serves: str,
         *,
         kept: bool = True,
-        broadcast: Broadcast | None = None,
+        live: Live[Any] | None = None,
     ) -> Snapshot:
         """Begin a snapshot.
 
@@ -100,8 +101,9 @@ class Staging:
             log=log,
             sealed=asyncio.get_running_loop().create_future(),
             kept=kept,
-            broadcast=broadcast,
-            group=broadcast.meeting.id if broadcast is not None else None,
+            live=live,
+            group=live.group_id if live is not None else None,
+            attested=live is None or live.attested,
         )
         if kept:
             await self._have_slot(snapshot, serves)
@@ -153,7 +155,7 @@ class Staging:
                 snapshot.copies[snapshot.node_id].sealed = True
         except Exception as error:
             message = f"the snapshot could not be sealed: {words(error) or type(error).__name__}"
-            if snapshot.broadcast is None:
+            if snapshot.live is None:
                 snapshot.fail(StepFailed("stage", CallFailure(message=message, kind="raised", elapsed_s=0.0), limit_s))
                 return
             # Every engine has the bytes: they are not to lose them for the copy's sake.
@@ -207,7 +209,7 @@ class Staging:
         the next round of the same plan will want.
         """
         self._open.pop(snapshot.id, None)
-        self._end_broadcast(snapshot)
+        self._end_live(snapshot)
         self.committed = snapshot
         self._keeping = asyncio.ensure_future(self._keep(snapshot))
 
@@ -229,7 +231,7 @@ class Staging:
     async def why_unreadable(self, snapshot: Snapshot) -> str | None:
         """Why the bytes of a committed snapshot can be had no more, or None. A replica cannot help it."""
         if not snapshot.kept:
-            return "it was broadcast, and nobody kept it: Collective(keep_snapshot=True) does"
+            return "it went straight to the engines, and nobody kept it: Collective(keep_snapshot=True) does, and transport='host'"
         return await self.copies.why_unreadable(snapshot)
 
     async def settled(self) -> None:
@@ -242,16 +244,16 @@ class Staging:
         if self._open.pop(snapshot.id, None) is None:
             return
         snapshot.over = True
-        self._end_broadcast(snapshot)
+        self._end_live(snapshot)
         # Their calls are out, and every one of them has a deadline.
         if under_way := {task for task in (snapshot.preflight, snapshot.sealing) if task is not None and not task.done()}:
             await asyncio.wait(under_way)
         await self.copies.discard_all(snapshot)
 
-    def _end_broadcast(self, snapshot: Snapshot) -> None:
-        broadcast, snapshot.broadcast, snapshot.group = snapshot.broadcast, None, None
-        if broadcast is not None:
-            broadcast.end()
+    def _end_live(self, snapshot: Snapshot) -> None:
+        live, snapshot.live, snapshot.group = snapshot.live, None, None
+        if live is not None:
+            live.end()
 
     async def discard(self, snapshot: Snapshot) -> None:
         """Free the slot of a snapshot that is not this coordinator's own."""

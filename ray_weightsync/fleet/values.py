@@ -16,18 +16,16 @@ class Way:
     reason: str
 
     @property
-    def name(self) -> str:
-        """What users call it: ``"host"``, ``"collective"`` or ``"native:<backend>"``."""
-        if isinstance(self.transport, Native):
-            return f"native:{self.transport.backend}"
-        return "collective" if isinstance(self.transport, Collective) else "host"
+    def keeps_broadcast(self) -> bool:
+        """Whether what is broadcast is kept in host memory as well."""
+        return isinstance(self.transport, Host) or (isinstance(self.transport, Collective) and self.transport.keep_snapshot)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """What a session was attached with."""
 
-    transport: Host | Collective | Auto
+    transport: Host | Collective | Native | Auto
     transport_reason: str
     pause: PauseMode
     cache: CachePolicy
@@ -42,7 +40,7 @@ class Settings:
 
     @property
     def way(self) -> Way | None:
-        """How every round goes; None if each round chooses."""
+        """How every round goes; None if each one chooses."""
         return None if isinstance(self.transport, Auto) else Way(transport=self.transport, reason=self.transport_reason)
 
 
@@ -52,7 +50,7 @@ class Ticket:
 
     Attributes:
         snapshot: The snapshot's id.
-        address: Where to write it (see `ray_weightsync.transports.host.layout`); None if it is only broadcast.
+        address: Where to write it (see `ray_weightsync.transports.host.layout`); None if nothing is kept.
         progress_bytes: How often progress is to be made visible.
     """
 

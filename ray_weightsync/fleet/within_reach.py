@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from ray_weightsync.errors import RoundAborted
-from ray_weightsync.fleet.broadcast import ranks_of
+from ray_weightsync.fleet.live import ranks_of
 from ray_weightsync.fleet.parts import Parts
 from ray_weightsync.fleet.replica import Replica
 from ray_weightsync.fleet.snapshot import Snapshot
@@ -17,14 +17,14 @@ from ray_weightsync.fleet.verdicts import aborted
 async def within_reach(parts: Parts, snapshot: Snapshot, members: list[Replica]) -> list[Replica]:
     """Those of ``members`` that the bytes can get to.
 
-    A broadcast needs ranks for all of them. Otherwise their nodes must have the bytes: these go to other nodes while engines generate, as
-    a pause is not to wait for them. With overlap, engines are paused long before there is anything to send; those on other nodes read
-    behind their own node's relay.
+    A sender that is itself at it needs ranks for all of them. Otherwise their nodes must have the bytes: these go to other nodes while
+    engines generate, as a pause is not to wait for them. With overlap, engines are paused long before there is anything to send; those
+    on other nodes read behind their own node's relay.
 
     Raises:
         RoundAborted: if they cannot get to a replica that is not fenced.
     """
-    if snapshot.broadcast is not None:
+    if snapshot.live is not None:
         _require_ranks(parts, members)
         return members
     away = [replica for replica in members if not snapshot.complete_on(str(replica.home)) and replica.home != snapshot.node_id]

@@ -6,6 +6,7 @@
     coordinator              |-> allot, preflight (while the sender packs)  |-> pause, update, commit, resume
     with overlap             |-> preflight, pause, start, update (while the sender packs) .. seal -> outcome, commit, resume
     broadcast                |-> preflight, pause, start, group -> update (while the sender sends) .. seal -> outcome, commit, resume
+    native                   |-> preflight, pause, init -> start, update, finish (as vLLM's engine asks) .. seal -> outcome, commit, resume
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 import ray
 import torch
 
-from ray_weightsync.config import Auto, Collective, Host, Timeouts, version_label
+from ray_weightsync.config import Auto, Collective, Host, Native, Timeouts, Transport, version_label
 from ray_weightsync.errors import ConfigError, RoundAborted, WeightSyncError
 from ray_weightsync.fleet.actor import revive
 from ray_weightsync.fleet.choosing import not_from_gpu
@@ -30,9 +31,10 @@ from ray_weightsync.fleet.link import CoordinatorLink, CoordinatorLost
 from ray_weightsync.fleet.turns import Busy
 from ray_weightsync.fleet.values import Sealed, Settings, Ticket, Way
 from ray_weightsync.report import SyncReport
-from ray_weightsync.trainer.broadcasting import Broadcasting, Kept
+from ray_weightsync.trainer.broadcasting import Broadcasting
 from ray_weightsync.trainer.facts import sender_facts
-from ray_weightsync.transports.collective.rendezvous import Meeting
+from ray_weightsync.trainer.live import Kept, LiveSending
+from ray_weightsync.trainer.native import EngineMaker, NativeEngines, Relaying, vllm_engine_maker
 from ray_weightsync.transports.host.layout import SlotError
 from ray_weightsync.transports.host.writer import SlotWriter
 from ray_weightsync.weights.packing import Packed
@@ -70,9 +72,17 @@ class SnapshotSender:
         session: The session's name.
         link: The way to its coordinator.
         settings: The session's. Every wait here is longer than the coordinator's own for the same thing.
+        engine_maker: Makes the trainer engine of a native transport: vLLM's own.
     """
 
-    def __init__(self, session: str, link: CoordinatorLink, *, settings: Settings) -> None:
+    def __init__(
+        self,
+        session: str,
+        link: CoordinatorLink,
+        *,
+        settings: Settings,
+        engine_maker: Callable[[Native], EngineMaker] = vllm_engine_maker,
+    ) -> None:
         self._session = session
         self._link = link
         self._settings = settings
@@ -81,35 +91,46 @@ class SnapshotSender:
         self._writer = SlotWriter()
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._sent_plans: set[str] = set()
+        self._engine_maker = engine_maker
+        self._native: NativeEngines | None = None
 
     def send(self, source: SourceLike, *, version: int | str, busy: Busy = "wait") -> SyncReport:
         """Stage and commit; the turn is kept in between."""
-        weights = as_source(source)
-        way = self._settings.way or self._way(weights)
-        if isinstance(way.transport, Collective):
-            with Broadcasting(self._link, way.transport, self._timeouts) as broadcasting:
-                return self._send(weights, version, busy, way, broadcasting)
-        return self._send(weights, version, busy, way, None)
+        way = self._settings.way or self._way(source)
+        if (live := self._live(way.transport)) is None:
+            return self._send(source, version, busy, way, None)
+        with live:
+            return self._send(source, version, busy, way, live)
 
-    def _way(self, source: WeightSource) -> Way:
+    def _way(self, source: SourceLike) -> Way:
         """How this round goes, where each one chooses. Without a GPU here there is one way, and nobody is asked.
 
         Raises:
             RoundAborted: if no transport reaches the engines.
         """
-        facts = sender_facts(source)
+        facts = sender_facts(as_source(source))
         if facts.current is None:
             return Way(transport=self._settings.host, reason=f"auto: {not_from_gpu(facts)}")
         way: Way = self._link.ask("choose_transport", facts, limit_s=self._timeouts.connect_s)
         return way
 
-    def _send(self, source: WeightSource, version: int | str, busy: Busy, way: Way, broadcasting: Broadcasting | None) -> SyncReport:
+    def _live(self, transport: Transport) -> LiveSending | None:
+        """How the bytes get straight to the engines in this round; None if by a snapshot."""
+        if isinstance(transport, Collective):
+            return Broadcasting(self._link, transport, self._timeouts)
+        if isinstance(transport, Native):
+            if self._native is None:
+                self._native = NativeEngines(self._link, self._engine_maker(transport))
+            return Relaying(self._link, transport, self._timeouts, self._native)
+        return None
+
+    def _send(self, source: SourceLike, version: int | str, busy: Busy, way: Way, live: LiveSending | None) -> SyncReport:
         began = time.monotonic()
-        weights, plan, ticket = self._open(source, version, busy, way, broadcasting)
+        weights, plan, ticket = self._open(source, version, busy, way, live)
         pending: Any = None
-        if broadcasting is not None or (ticket.address is not None and ticket.address["overlap"]):
+        if live is not None or (ticket.address is not None and ticket.address["overlap"]):
             pending = self._link.submit("commit", ticket.snapshot, None, True)
-        sealed = self._pack(weights, plan, ticket, began, pending, broadcasting)
+        sealed = self._pack(weights, plan, ticket, began, pending, live)
         if pending is None:
             pending = self._link.submit("commit", ticket.snapshot, sealed, True)
         else:
@@ -128,7 +149,7 @@ class SnapshotSender:
         """Return when the snapshot is sealed and no replica refused it: the trainer may go on."""
         if not isinstance(self._settings.transport, Host | Auto):
             raise ConfigError(
-                "stage_weights needs the host transport: a broadcast is received while the engines are paused, and nothing is kept before",
+                "stage_weights needs the host transport: with others the engines receive while they are paused, and nothing is kept before",
                 hint="send_weights, or attach(..., transport='host')",
             )
         began = time.monotonic()
@@ -162,15 +183,17 @@ class SnapshotSender:
         return self._told(report, staged.stage_s)
 
     def close(self) -> None:
-        """Unmap the slots. Idempotent."""
+        """Unmap the slots, and shut a trainer engine down. Idempotent."""
         self._writer.close()
+        if self._native is not None:
+            self._native.close()
 
     def _committed(self, pending: Any, ticket: Ticket, num_bytes: int) -> SyncReport:
         report: SyncReport = self._link.answer(pending, "commit", round_id=ticket.snapshot, limit_s=self._round_s(num_bytes))
         return report
 
     def _open(
-        self, source: SourceLike, version: int | str, busy: Busy, way: Way | None, broadcasting: Broadcasting | None
+        self, source: SourceLike, version: int | str, busy: Busy, way: Way | None, live: LiveSending | None
     ) -> tuple[WeightSource, Plan, Ticket]:
         version_label(version)
         if busy not in ("wait", "raise"):
@@ -180,35 +203,27 @@ class SnapshotSender:
         node_id = ray.get_runtime_context().get_node_id()
         # It may have to wait for the round of another sender first.
         limit_s = 2 * (self._timeouts.staging_s(plan.num_bytes) + self._round_s(plan.num_bytes))
-        meeting = None if broadcasting is None else broadcasting.meeting
-        ticket = None if plan.digest not in self._sent_plans else self._ticket(version, plan, None, node_id, busy, meeting, way, limit_s)
+        offer = None if live is None else live.offer
+        ticket = None if plan.digest not in self._sent_plans else self._ticket(version, plan, None, node_id, busy, offer, way, limit_s)
         if ticket is None:  # the coordinator does not know this plan, forgot it among others, or is a successor
-            ticket = self._ticket(version, plan, plan.to_wire(), node_id, busy, meeting, way, limit_s)
+            ticket = self._ticket(version, plan, plan.to_wire(), node_id, busy, offer, way, limit_s)
         assert ticket is not None, "it was given the plan"
         self._sent_plans.add(plan.digest)
         return weights, plan, ticket
 
     def _ticket(
-        self,
-        version: int | str,
-        plan: Plan,
-        wire: Any,
-        node_id: str,
-        busy: Busy,
-        meeting: Meeting | None,
-        way: Way | None,
-        limit_s: float,
+        self, version: int | str, plan: Plan, wire: Any, node_id: str, busy: Busy, offer: Any, way: Way | None, limit_s: float
     ) -> Ticket | None:
         """The right to write a snapshot; None if the coordinator does not know the plan."""
         snapshot = uuid.uuid4().hex
-        pending = self._link.submit("open_snapshot", snapshot, version, plan.digest, wire, node_id, busy, self._me, meeting, way)
+        pending = self._link.submit("open_snapshot", snapshot, version, plan.digest, wire, node_id, busy, self._me, offer, way)
         try:
             ticket: Ticket | None = self._link.wait(pending, "open_snapshot", limit_s=limit_s)
         except CoordinatorLost as lost:
             logger.warning("the coordinator of %s died when a round was opened; its successor is asked (%s)", self._session, lost)
             # Under another id: one that only seemed to be gone is not to give this one its turn later.
             self._link.ask("abandon", snapshot, "its sender lost the answer", limit_s=limit_s)
-            return None if wire is None else self._ticket(version, plan, wire, node_id, busy, meeting, way, limit_s)
+            return None if wire is None else self._ticket(version, plan, wire, node_id, busy, offer, way, limit_s)
         except WeightSyncError:
             raise
         except BaseException as error:  # interrupted while it waited: it must not be given the turn later
@@ -227,11 +242,9 @@ class SnapshotSender:
             self._plans = {key: Plan.from_metadata(metadata)}
         return self._plans[key]
 
-    def _pack(
-        self, source: WeightSource, plan: Plan, ticket: Ticket, began: float, pending: Any, broadcasting: Broadcasting | None
-    ) -> Sealed:
+    def _pack(self, source: WeightSource, plan: Plan, ticket: Ticket, began: float, pending: Any, live: LiveSending | None) -> Sealed:
         try:
-            packed = self._written(source, plan, ticket, broadcasting)
+            packed = self._written(source, plan, ticket, live)
         except BaseException as error:
             why = f"{type(error).__name__}: {error}"
             self._link.ask(
@@ -240,8 +253,8 @@ class SnapshotSender:
                 f"the sender could not stage the weights: {why}",
                 limit_s=self._timeouts.connect_s,
             )
-            if broadcasting is not None:
-                broadcasting.close()  # whoever still waits to meet this process is told
+            if live is not None:
+                live.close()  # whoever still waits to meet this process is told
             if pending is not None:
                 self._committed(pending, ticket, plan.num_bytes)  # engines were at it already: its error says what holds now
             if isinstance(error, WeightSyncError) or not isinstance(error, Exception):
@@ -254,24 +267,24 @@ class SnapshotSender:
             ) from error
         return Sealed(digest=packed.digest, num_bytes=packed.num_bytes, num_tensors=packed.num_tensors, stage_s=time.monotonic() - began)
 
-    def _written(self, source: WeightSource, plan: Plan, ticket: Ticket, broadcasting: Broadcasting | None) -> Packed:
+    def _written(self, source: WeightSource, plan: Plan, ticket: Ticket, live: LiveSending | None) -> Packed:
         """Pack ``source`` into the slot, send it to whoever is met, or both, as the ticket says."""
-        if broadcasting is None:
-            assert ticket.address is not None, "what is not broadcast lies in a slot"
+        if live is None:
+            assert ticket.address is not None, "what does not go straight to the engines lies in a slot"
             return self._writer.write(ticket.address, plan, source, progress_bytes=ticket.progress_bytes)
         if ticket.address is None:
-            return broadcasting.send(ticket.snapshot, source, plan)
+            return live.send(ticket.snapshot, source, plan)
 
         def fill(payload: torch.Tensor, progress: Callable[[int], None]) -> Packed:
-            return broadcasting.send(ticket.snapshot, source, plan, kept=Kept(payload, progress, ticket.progress_bytes))
+            return live.send(ticket.snapshot, source, plan, kept=Kept(payload, progress, ticket.progress_bytes))
 
         try:
             return self._writer.fill(ticket.address, plan, fill)
         except (SlotError, OSError) as error:
-            if broadcasting.begun:
+            if live.begun:
                 raise
-            logger.warning("version %s is broadcast and not kept: %s", ticket.snapshot, error)
-            return broadcasting.send(ticket.snapshot, source, plan)
+            logger.warning("version %s is sent and not kept: %s", ticket.snapshot, error)
+            return live.send(ticket.snapshot, source, plan)
 
     def _told(self, report: SyncReport, blocked_s: float) -> SyncReport:
         report = dataclasses.replace(report, trainer_blocked_s=blocked_s)

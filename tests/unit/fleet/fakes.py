@@ -7,7 +7,7 @@ import uuid
 from collections import Counter
 from typing import Any
 
-from ray_weightsync.config import FailurePolicy, Host, Timeouts
+from ray_weightsync.config import FailurePolicy, Host, Native, Timeouts
 from ray_weightsync.engines.facts import INSPECT, EngineFacts
 from ray_weightsync.engines.ref import EngineRef
 from ray_weightsync.engines.resolve import Engine
@@ -532,7 +532,7 @@ class FakeFleet:
         plan: Plan | None = None,
         *,
         sender: Process = ALIVE,
-        meeting: Meeting | None = None,
+        offer: Meeting | Native | None = None,
         way: Way | None = None,
     ) -> Ticket:
         plan = plan if plan is not None else plan_of()
@@ -544,7 +544,7 @@ class FakeFleet:
             node_id="node",
             busy="wait",
             sender=sender,
-            meeting=meeting,
+            offer=offer,
             way=way,
         )
 
@@ -560,10 +560,10 @@ class FakeFleet:
         """A round whose sender is met by the engines; with ``fails`` it gives up when all of them receive."""
         meeting = meeting_of()
         rounds, staging = self.coordinator.rounds, self.coordinator._parts.staging
-        ticket = await self.open(version, plan, meeting=meeting)
+        ticket = await self.open(version, plan, offer=meeting)
         self.sent[str(version)] = meeting.id
         committing = asyncio.ensure_future(rounds.commit(ticket.snapshot, holds_turn=True))
-        ended = asyncio.ensure_future(rounds.broadcast_ended(ticket.snapshot))
+        ended = asyncio.ensure_future(rounds.live_ended(ticket.snapshot))
         try:
             await self._send(ticket.snapshot, digest or f"digest of {version}", ended, fails=fails)
             return await committing
@@ -576,7 +576,7 @@ class FakeFleet:
 
     async def _send(self, snapshot: str, digest: str, ended: asyncio.Future[str | None], *, fails: bool) -> None:
         rounds = self.coordinator.rounds
-        group = await rounds.broadcast_group(snapshot)
+        group = await rounds.live_members(snapshot)
         while group is not None and not ended.done() and not all(self._receives(each.id) for each in group.members):
             await asyncio.sleep(0)
         if fails or (ended.done() and ended.result() is not None):

@@ -156,7 +156,7 @@ class TestEnds:
             fleet = await fleet_of(2, timeouts=QUICK).attach()
             gate = fleet.engines[1].gate("mark")
             rounds = fleet.coordinator.rounds
-            ticket = await fleet.open(1, meeting=meeting_of())
+            ticket = await fleet.open(1, offer=meeting_of())
             committing = asyncio.ensure_future(rounds.commit(ticket.snapshot, holds_turn=True))
             await fleet.engines[1].reached["mark"].wait()
             abandoning = asyncio.ensure_future(rounds.abandon(ticket.snapshot, "interrupted"))
@@ -185,7 +185,7 @@ class TestEnds:
             gate = fleet.engines[1].gate("plan")
             rounds = fleet.coordinator.rounds
             meeting = meeting_of() if isinstance(settings["transport"], Collective) else None
-            ticket = await fleet.open(1, meeting=meeting)
+            ticket = await fleet.open(1, offer=meeting)
             fleet.coordinator._parts.staging.get(ticket.snapshot).log.began -= 10  # type: ignore[union-attr]  # a look is stale by then
             committing = asyncio.ensure_future(rounds.commit(ticket.snapshot, holds_turn=True))
             await fleet.engines[1].reached["plan"].wait()
@@ -256,7 +256,7 @@ class TestSnapshots:
             await fleet.broadcast(1)
             with pytest.raises(FleetTorn):
                 await fleet.broadcast(2, fails=True)
-            with pytest.raises(FleetTorn, match="is not broadcast again"):
+            with pytest.raises(FleetTorn, match="is not sent a second time"):
                 await fleet.broadcast(1)
             assert (await fleet.broadcast(3)).committed == ("r0", "r1")
 

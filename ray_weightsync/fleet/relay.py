@@ -1,0 +1,311 @@
+"""One round whose calls are given by a trainer engine of vLLM's, in the sender's process.
+
+The engine's client is a proxy: each of its verbs is a request to the coordinator, which has every member carry it out, and answers when
+all have. Pause, mark, outcome, commit and resume stay the coordinator's own. ::
+
+    sender        make the engine: init ...... send_weights: start, update ..., finish ......... seal
+    coordinator   paused, marked | init (a failure here puts all back) | start .. finish | outcome, commit, resume
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ray_weightsync.config import Native, Timeouts
+from ray_weightsync.errors import CallFailure, ConfigError, RoundAborted
+from ray_weightsync.fleet.live import Live
+from ray_weightsync.fleet.steps import Call, StepFailed
+from ray_weightsync.fleet.topology import Group
+from ray_weightsync.protocol.channel import FINISH, INIT, SHUTDOWN, START, UPDATE
+from ray_weightsync.protocol.messages import Payload
+from ray_weightsync.transports.native.backends import traits
+
+if TYPE_CHECKING:
+    from ray_weightsync.engines.facts import EngineFacts
+    from ray_weightsync.fleet.replica import Replica
+    from ray_weightsync.weights.plan import Plan
+
+PHASES = {INIT: "init", START: "start", UPDATE: "update", FINISH: "finish"}
+
+AFTER = {None: (INIT, START), INIT: (INIT, START), START: (UPDATE, FINISH), UPDATE: (UPDATE, FINISH), FINISH: ()}
+"""Which verbs may follow which in one round."""
+
+CarryOut = Callable[[str, list[Call]], Awaitable[Any]]
+"""Makes a member's calls, given the phase and the calls. `StepFailed` if one fails."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NativeMembers:
+    """Whom a trainer engine is to reach in this round. Picklable.
+
+    Attributes:
+        key: A trainer engine that was made for these very processes, ranks and this plan has the same one, and may be used again.
+        group: The ranks of the sender and every worker.
+        stock: They are on vLLM's own backend, without the worker side of this package.
+    """
+
+    key: str
+    group: Group
+    stock: bool
+
+
+class Ended(StepFailed):
+    """The sender gives no more calls."""
+
+
+@dataclass(eq=False)
+class _Order:
+    """One verb that the sender gave, and the members that have not answered it."""
+
+    verb: str
+    payload: Payload | None
+    waits_for: set[str]
+    answers: int = 0
+
+
+class Relay(Live[NativeMembers]):
+    """The calls of one round, from the sender's trainer engine to every member.
+
+    Attributes:
+        limits_s: By verb, the seconds that one call may take.
+        limit_s: Seconds from the first call that could be given to the last answer.
+
+    Args:
+        native: Which backend.
+        plan: What is sent.
+        timeouts: The session's deadlines.
+        on_group: Told who has which ranks.
+    """
+
+    receiver = "native"
+
+    def __init__(self, native: Native, plan: Plan, timeouts: Timeouts, *, on_group: Callable[[str], None] = lambda table: None) -> None:
+        super().__init__(on_group=on_group)
+        of = traits(native.backend)
+        self.backend = native.backend
+        self.name = self.seen_once = f"native:{native.backend}"
+        self.attested, self.grouped = of.attested, of.grouped
+        self.limits_s = {
+            INIT: timeouts.connect_s,
+            START: timeouts.start_s,
+            UPDATE: timeouts.for_bytes("update", plan.num_bytes),
+            FINISH: timeouts.for_bytes("finish", plan.num_bytes),
+        }
+        self.limit_s = sum(self.limits_s.values())
+        self._plan = plan
+        self._common: Mapping[str, Any] = {}
+        self._group: Group | None = None
+        self._stock = False
+        self._until = 0.0
+        self._members: set[str] = set()
+        self._order: _Order | None = None
+        self._turn = asyncio.Lock()
+        self._changed = asyncio.Event()
+
+    def probe(self) -> dict[str, Any]:
+        """The backend that a worker has to be able to build."""
+        return {"backend": self.backend}
+
+    def refusal(self, facts: EngineFacts) -> str | None:
+        """A synchronous LLM cannot be kept from requests between two calls."""
+        if facts.kind == "sync":
+            return (
+                f"it is a synchronous LLM, which has no pause: between the calls of {self.name} it would run requests with half-loaded "
+                "weights; hold an AsyncLLM in the actor, or choose transport='host', which makes all of them in one turn"
+            )
+        return None
+
+    # --- the coordinator's side ---------------------------------------------------------------------------------------------
+
+    def _invite(
+        self, group: Group, replicas: Sequence[Replica], common: Mapping[str, Any]
+    ) -> tuple[NativeMembers, dict[str, dict[str, Any]]]:
+        self._group, self._common = group, common
+        self._members = {replica.id for replica in replicas}
+        self._stock = not all(is_guarded(replica.engine.facts) for replica in replicas)
+        self._until = time.monotonic() + self.limit_s
+        # The engine itself says what each update holds.
+        return NativeMembers(key=self._key(group, replicas), group=group, stock=self._stock), {replica.id: {} for replica in replicas}
+
+    def _key(self, group: Group, replicas: Sequence[Replica]) -> str:
+        # One that does not tell its incarnation may be another process by the next round.
+        processes = [(replica.id, replica.engine.facts.incarnation or uuid.uuid4().hex) for replica in replicas]
+        known = [self.backend, self._stock, self._plan.digest, group.table(), processes]
+        return hashlib.sha256(json.dumps(known).encode()).hexdigest()
+
+    async def set_up(self, replica: Replica, carry_out: CarryOut) -> None:
+        """Carry out what the sender's engine asks of a member before it starts; the weights stay as they are.
+
+        Raises:
+            Ended: if the sender gave up.
+            StepFailed: if the member fails. Then nobody is to start.
+        """
+        try:
+            while (order := await self._given(replica.id, "init")).verb != START:
+                await self._carry_out(order, replica, carry_out)
+        except StepFailed as failed:
+            self.end(f"{replica.id}: {failed}")
+            raise
+
+    async def update(self, replica: Replica, carry_out: CarryOut) -> None:
+        """Carry out on a member what the sender's engine asks from start to finish.
+
+        Raises:
+            StepFailed: if the member fails, or the sender gave up.
+        """
+        verb: str | None = None
+        while verb != FINISH:
+            order = await self._given(replica.id, "update")
+            await self._carry_out(order, replica, carry_out)
+            verb = order.verb
+
+    async def _carry_out(self, order: _Order, replica: Replica, carry_out: CarryOut) -> None:
+        try:
+            await carry_out(PHASES[order.verb], self._calls(order, replica))
+        except StepFailed as failed:
+            if not self.grouped or failed.failure.kind != "unanswered":
+                raise
+            words = (
+                f"{failed.failure.message}: nothing ends a wait in a group of vLLM's own {self.backend}; kill the engine if it stays stuck"
+            )
+            raise StepFailed(failed.phase, replace(failed.failure, message=words), failed.limit_s, failed.goes_on) from failed
+        order.waits_for.discard(replica.id)
+        order.answers += 1
+        self._notify()
+
+    async def _given(self, name: str, phase: str) -> _Order:
+        """The verb that a member is to carry out next."""
+        while True:
+            if self._ended.done():
+                message = self._ended.result() or "the round is over"
+                raise Ended(phase, CallFailure(message=message, kind="raised", elapsed_s=0.0), self.limit_s)
+            if (order := self._order) is not None and name in order.waits_for:
+                return order
+            try:
+                await asyncio.wait_for(self._changed.wait(), self._until - time.monotonic())
+            except TimeoutError:
+                failure = CallFailure(message="the sender's engine asked for nothing more", kind="raised", elapsed_s=self.limit_s)
+                raise Ended(phase, failure, self.limit_s) from None
+
+    def _calls(self, order: _Order, replica: Replica) -> list[Call]:
+        limit_s = min(self.limits_s[order.verb], max(0.0, self._until - time.monotonic()))
+        phase, payload = PHASES[order.verb], order.payload
+        if order.verb in (START, FINISH):
+            return [Call(phase, limit_s, order.verb)]
+        assert self._group is not None, "nobody is given calls before the group is made"
+        if order.verb == INIT and payload is not None:
+            payload = own_init_info(payload, self._group, replica.id)
+        elif payload is not None:
+            payload = own_update_info(payload, self._group, replica.id)
+        if self._stock:
+            again = [Call(phase, limit_s, SHUTDOWN)] if order.verb == INIT and replica.engine.channel.supports(SHUTDOWN) else []
+            return [*again, Call(phase, limit_s, order.verb, (payload,))]
+        # The workers' own deadline ends before ours: it is they who know how far they had come.
+        info = {"backend": self.backend, "round": self._common["round"], "epoch": self._common["epoch"], "limit_s": 0.8 * limit_s}
+        if order.verb == INIT:
+            return [Call(phase, limit_s, INIT, ({**info, "op": "native", "init_info": payload},))]
+        return [Call(phase, limit_s, UPDATE, ({**self._common, **info, "update_info": payload},))]
+
+    # --- the sender's side --------------------------------------------------------------------------------------------------
+
+    async def call(self, verb: str, payload: Payload | None = None) -> None:
+        """Have every member that is left carry out a verb of the protocol.
+
+        Args:
+            verb: ``init_weight_transfer_engine``, ``start_weight_update``, ``update_weights`` or ``finish_weight_update``.
+            payload: What the trainer engine gave with it. None with init: what an earlier round set up is used again.
+
+        Raises:
+            RoundAborted: if nobody is left, the round is over, or, of a group, as soon as one member is lost.
+            ConfigError: for a payload that cannot be shared out, or a verb out of its order.
+        """
+        async with self._turn:
+            if not self._ended.done():
+                self._require_in_order(verb, payload)
+            order = _Order(verb, payload, set(self._members))
+            self._order = order
+            self._notify()
+            while order.waits_for and not self._ended.done():
+                await self._changed.wait()
+            if order.waits_for or not order.answers:
+                raise RoundAborted("The engines do not go on with this round.", phase=PHASES[verb], engine_message=self._ended.result())
+
+    def _require_in_order(self, verb: str, payload: Payload | None) -> None:
+        before = None if self._order is None else self._order.verb
+        if verb not in AFTER[before]:
+            raise ConfigError(
+                f"the trainer engine calls {verb} after {before or 'nothing'}: a round has one session, in the order of {', '.join(PHASES)}"
+            )
+        assert self._group is not None, "the sender was told whom to reach"
+        if payload is not None:  # what cannot be shared out is refused before anybody has a part of it
+            own = own_init_info if verb == INIT else own_update_info
+            for member in self._group.members:
+                own(payload, self._group, member.id)
+
+    def lose(self, replica: str, why: str) -> None:
+        """A member will not receive. The others go on without it, unless they are in one group that it was lost from."""
+        self._members.discard(replica)
+        order = self._order
+        if order is not None and order.verb == FINISH and order.answers and not order.waits_for:
+            return  # all was received
+        if not self._members or (self.grouped and (order is None or order.verb != FINISH)):
+            self.end(f"{replica}: {why}")
+        elif order is not None:
+            order.waits_for.discard(replica)
+            self._notify()
+
+    def end(self, why: str | None = None) -> None:
+        """Nothing more is to be sent: whoever waits for a call or an answer is told. Idempotent."""
+        super().end(why)
+        self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+def is_guarded(facts: EngineFacts) -> bool:
+    """Whether an engine has the worker side of this package; one that tells nothing of itself is taken at its word later."""
+    return facts.kind == "client" or facts.backend == "rws"
+
+
+def own_init_info(init_info: Payload, group: Group, replica: str) -> Payload:
+    """What a replica gets of the ``init_info`` that a trainer engine sent for all: with the rank that its own workers begin at.
+
+    Raises:
+        ConfigError: if the ranks would not be the group's.
+    """
+    if not isinstance(init_info, Mapping) or "rank_offset" not in init_info:
+        return init_info
+    first = init_info["rank_offset"]
+    ranks = first + group.world_size - 1
+    if init_info.get("world_size", ranks) != ranks:
+        raise ConfigError(
+            f"the trainer engine says world_size={init_info['world_size']}, and with {first} ranks before the engines' workers there are "
+            f"{ranks} ({group.table()}): joining would never end"
+        )
+    return {**init_info, "rank_offset": first + group.member(replica).rank_offset - 1}
+
+
+def own_update_info(update_info: Payload, group: Group, replica: str) -> Payload:
+    """A replica's part of an ``update_info`` that has one entry for each worker of the group; one for all stays as it is.
+
+    Raises:
+        ConfigError: if there are more or fewer entries than workers.
+    """
+    if not isinstance(update_info, list):
+        return update_info
+    workers = group.world_size - 1
+    if len(update_info) != workers:
+        raise ConfigError(f"the trainer engine sent {len(update_info)} entries for {workers} workers ({group.table()})")
+    offset = group.member(replica).rank_offset
+    # The engines of one deployment share an offset, and count their workers through.
+    last = max(member.ranks.stop for member in group.members if member.rank_offset == offset)
+    return update_info[offset - 1 : last - 1]

@@ -1,0 +1,150 @@
+"""The trainer's end of one of vLLM's own data planes: its trainer engine, made when it is known whom it is to reach.
+
+vLLM is imported here, and only when an engine is asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+from typing import Any, Protocol
+
+from ray_weightsync.config import Native
+from ray_weightsync.errors import ConfigError
+from ray_weightsync.protocol.client import VLLMWeightSyncClient
+from ray_weightsync.transports.native.backends import traits
+from ray_weightsync.transports.native.source import RoundSource
+from ray_weightsync.worker.identity import node_ip
+
+OURS = ("rank", "world_size", "num_consumers", "master_port")
+"""Fields of a ``TrainerInitInfo`` that follow from who takes part."""
+
+
+class TrainerEngine(Protocol):
+    """What sends one round after the other to the members that it was made for. Its client's verbs reach all of them."""
+
+    def send_weights(self) -> None:
+        """Send what the source holds, in one session: start, update as often as it likes, finish."""
+        ...
+
+    def abort(self, reason: str) -> None:
+        """End the other two from another thread, as far as that can be done: somebody is lost, and nobody waits for them any more."""
+        ...
+
+    def shutdown(self) -> None:
+        """Leave the group and free what belongs to it."""
+        ...
+
+
+class VllmEngines:
+    """Makes vLLM's trainer engines of one backend, through vLLM's own factory.
+
+    Args:
+        native: The backend, and its options.
+
+    Raises:
+        ConfigError: if vLLM cannot be imported here, has no such trainer engine, or that has not one of the options.
+    """
+
+    def __init__(self, native: Native) -> None:
+        try:
+            from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+        except ImportError as error:
+            raise ConfigError(
+                f"transport 'native:{native.backend}' is vLLM's own trainer engine, and vLLM cannot be imported in the trainer ({error})",
+                hint="install the vLLM of the engines (0.28 or later) where weights are sent from, or choose 'host' or 'collective'",
+            ) from error
+        self._native = native
+        self._traits = traits(native.backend)
+        known = WeightTransferTrainerFactory._registry  # vLLM has no other way to tell what an engine takes
+        if native.backend not in known:
+            raise ConfigError(f"this vLLM has no trainer engine {native.backend!r}; it has {', '.join(sorted(known))}")
+        self._factory = WeightTransferTrainerFactory
+        self._init_info_cls: Any = known[native.backend]().init_info_cls
+        self._fields = {field.name for field in dataclasses.fields(self._init_info_cls) if field.init}
+        if wrong := sorted(set(native.options) - self._fields | set(native.options) & set(OURS)):
+            mine = ", ".join(sorted(self._fields - set(OURS))) or "none"
+            raise ConfigError(f"Native({native.backend!r}).options cannot have {', '.join(wrong)}; options of this backend: {mine}")
+
+    def make(self, client: VLLMWeightSyncClient, source: RoundSource, *, world_size: int) -> TrainerEngine:
+        """An engine for a group of ``world_size`` ranks, the sender's included. Blocks until all of them have joined.
+
+        Raises:
+            Exception: whatever vLLM raises; nothing is left open then.
+        """
+        place = _Place() if "master_port" in self._fields else None
+        try:
+            ours: dict[str, Any] = {"rank": 0, "world_size": world_size, "num_consumers": world_size - 1}
+            if place is not None:
+                ours |= {"master_address": place.address, "master_port": place.port}
+            values = {name: value for name, value in ours.items() if name in self._fields} | self._native.options
+            needs_source = self._traits.needs_source
+            engine = self._factory.trainer_init(
+                self._init_info_cls(**values), client=client, source=as_vllms(source) if needs_source else None
+            )
+        except BaseException:
+            if place is not None:
+                place.close()
+            raise
+        return _Engine(engine, place)
+
+
+class _Engine:
+    """vLLM's engine, and the port that it was given."""
+
+    def __init__(self, engine: Any, place: _Place | None) -> None:
+        self._engine = engine
+        self._place = place
+
+    def send_weights(self) -> None:
+        self._engine.send_weights()
+
+    def abort(self, reason: str) -> None:
+        """vLLM's have nothing that ends a wait."""
+
+    def shutdown(self) -> None:
+        try:
+            self._engine.shutdown()
+        finally:
+            if self._place is not None:
+                self._place.close()
+
+
+class _Place:
+    """An address of this machine and a port of it that is nobody else's as long as this is open.
+
+    vLLM binds it itself. Bound here with SO_REUSEADDR, and not listened on, it lets whoever sets the same; the kernel gives it to nobody
+    who asks for any free port.
+    """
+
+    def __init__(self) -> None:
+        self.address = node_ip()
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._socket.bind((self.address, 0))
+        except BaseException:
+            self._socket.close()
+            raise
+        self.port: int = self._socket.getsockname()[1]
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def as_vllms(source: RoundSource) -> Any:
+    """``source`` as one of vLLM's own ``WeightSource``, whose engines may ask for the defaults of that class."""
+    from vllm.distributed.weight_transfer import base
+
+    class VllmRoundSource(base.WeightSource):  # type: ignore[misc]  # vLLM is not there where types are checked
+        def metadata(self) -> list[Any]:
+            return [base.ParamMeta(each.name, each.dtype, each.shape) for each in source.metadata()]
+
+        def __iter__(self) -> Any:
+            return iter(source)
+
+        def held_names(self) -> Any:
+            told = getattr(source.given, "held_names", None)
+            return told() if callable(told) else None
+
+    return VllmRoundSource()
