@@ -152,6 +152,11 @@ class EngineFacts:
     in_step: bool = True
     step_problem: str | None = None
 
+    @property
+    def is_stock(self) -> bool:
+        """Whether it was started on one of vLLM's own weight-transfer backends: nothing of ours is in its workers."""
+        return self.backend is not None and self.backend != RWS_BACKEND
+
 
 def facts_of(told: Mapping[str, Any], nonce: str) -> EngineFacts:
     """The facts in an engine's answer to the question that carried ``nonce``. Pure.

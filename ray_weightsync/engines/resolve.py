@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import ray
 
 from ray_weightsync.engines.client_channel import ClientChannel
-from ray_weightsync.engines.facts import RWS_BACKEND, EngineFacts
+from ray_weightsync.engines.facts import EngineFacts
 from ray_weightsync.engines.inspect import ask, has_own_inspect
 from ray_weightsync.engines.ref import EngineLike, EngineRef, as_ref, as_refs, kind_of, normalised_url, shown
 from ray_weightsync.errors import AttachError, ConfigError, EngineCallError, WeightSyncError
@@ -179,14 +179,20 @@ def unfit(facts: EngineFacts, ref: EngineRef, *, own_actor: bool = False) -> tup
         sizes = f"tensor {facts.tensor_parallel_size} x pipeline {facts.pipeline_parallel_size} x data {facts.data_parallel_size}"
         found = f"it has {facts.world_size} workers ({sizes}), EngineRef(world_size={ref.world_size}) was given"
         return (found, "the engine is believed; correct world_size or leave it out")
-    if facts.backend != RWS_BACKEND:
-        found = f"its weight-transfer backend is {facts.backend!r}" if facts.backend else "it has no weight-transfer backend"
-        return (f"{found}, 'rws' is needed", f"{OUR_ARGS}, which set backend and worker extension")
+    if facts.backend is None:
+        return ("it has no weight-transfer backend, 'rws' is needed", f"{OUR_ARGS}, which set backend and worker extension")
+    if facts.is_stock and facts.kind == "sync":
+        return (
+            f"it is a synchronous LLM on vLLM's own {facts.backend!r} backend: a request could run in the middle of an update",
+            f"hold an AsyncLLM, or {OUR_ARGS}",
+        )
     if facts.data_parallel_size is not None and facts.data_parallel_size > 1:
         return (
             f"it is data parallel ({facts.data_parallel_size}); its workers cannot all be asked, so nothing could be attested",
             "start one engine per data-parallel rank, each with data_parallel_size=1, and attach them all",
         )
+    if facts.is_stock:
+        return None  # nothing of ours is in it; which backends a session can serve is for the session to say
     if not facts.workers:
         found = "its workers lack our worker extension, so they cannot be asked what they hold"
         return (found, f"{OUR_ARGS}; an extension of your own must derive from ray_weightsync.engines.plugin.WorkerExtension")

@@ -26,6 +26,7 @@ from ray_weightsync.fleet.replica import Replica
 from ray_weightsync.fleet.round import Aborted, Member, NotAll, RoundLog, RoundSpec
 from ray_weightsync.fleet.states import ReplicaEvent, ReplicaState
 from ray_weightsync.fleet.steps import Call, StepFailed, chain
+from ray_weightsync.fleet.stock import leaves_out_of_step
 from ray_weightsync.protocol.channel import (
     FINISH,
     GET_VERSION,
@@ -164,8 +165,16 @@ class Bring:
     async def _put_all_back(self, members: list[Member], culprits: dict[str, StepFailed]) -> None:
         for member in members:
             member.failed = None
-        act = partial(put_back, spec=self.spec, timeline=self.log.timeline)
-        await self._each(members, act, "put back", 3 * self.spec.timeouts.commit_s + 3 * self.spec.timeouts.resume_s)
+
+        async def undo(member: Member) -> None:
+            why = culprits.get(member.replica.id)
+            if why is not None and leaves_out_of_step(member.replica, why):
+                await fence(member.replica, why, spec=self.spec, timeline=self.log.timeline)
+                member.replica.may_be_open = True
+                raise why
+            await put_back(member, spec=self.spec, timeline=self.log.timeline)
+
+        await self._each(members, undo, "put back", 3 * self.spec.timeouts.commit_s + 3 * self.spec.timeouts.resume_s)
         raise Aborted(culprits, {member.replica.id: member.failed for member in members if member.failed})
 
     # --- between start and commit: each replica for itself ------------------------------------------------------------------
@@ -174,7 +183,9 @@ class Bring:
         timeouts, num_bytes = self.spec.timeouts, self.spec.num_bytes
         if self.relay is not None:
             await self.relay.update(member.replica, partial(self._chain, member))
-            await self._chain(member, "outcome", [await self._outcome()])
+            outcome = await self._outcome()  # a sender that failed says so here, also of those whom nobody can ask
+            if not member.replica.engine.facts.is_stock:
+                await self._chain(member, "outcome", [outcome])
             return
         update = updates.get(member.replica.id)
         if update is None:  # with overlap, bytes are on their way to its node while it is paused
@@ -255,7 +266,8 @@ class Bring:
         await self._chain(member, calls[0].phase if calls else "commit", calls)
         member.resumed_at = time.monotonic()
         replica.happen(ReplicaEvent.COMMIT)
-        replica.version, replica.attested, replica.fenced_by_us = self.spec.label, self.spec.attested, False
+        replica.version, replica.brought, replica.fenced_by_us = self.spec.label, True, False
+        replica.attested = self.spec.attested and not replica.engine.facts.is_stock
 
     def _resumption(self, member: Member) -> list[Call]:
         """The end of the pause, if it is ours to end."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ray_weightsync.config import Collective, Host, Native
-from ray_weightsync.engines.facts import RWS_BACKEND, DeviceFacts, EngineKind
+from ray_weightsync.engines.facts import DeviceFacts, EngineKind
 from ray_weightsync.errors import ConfigError
 from ray_weightsync.fleet.topology import Shape, group_of, shape_of
 
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 GPU = "cuda"
 """How torch names the GPUs that CUDA IPC and NCCL know."""
+
+
+BY_CHOICE = ("nccl", "ipc")
+"""Backends of vLLM's own whose stock engines are chosen a way to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +87,7 @@ def member_of(engine: Engine) -> MemberFacts:
     return MemberFacts(
         shape=shape,
         kind=facts.kind,
-        stock=facts.backend if facts.backend not in (None, RWS_BACKEND) else None,
+        stock=facts.backend if facts.is_stock else None,
         devices=devices if known else (),
         nccl=bool(facts.workers) and all(worker.nccl for worker in facts.workers),
     )
@@ -102,9 +106,7 @@ def choose(sender: SenderFacts, members: Sequence[MemberFacts], *, all_or_none: 
     if not stock:
         return _guarded(sender, guarded, all_or_none)
     if guarded:
-        return Choice(
-            None, f"{_names(guarded)} have our worker side and {_each(stock)} do not: no transport reaches both; make sessions of their own"
-        )
+        return Choice(None, f"{_each(stock)} are on vLLM's own backends and {_names(guarded)} are not: no transport reaches both")
     if all_or_none:
         return Choice(None, f"{_each(stock)} cannot be brought back to the version before, which after_start='all_or_none' needs")
     return _stock(sender, stock)
@@ -149,7 +151,7 @@ def _stock(sender: SenderFacts, members: Sequence[MemberFacts]) -> Choice:
     if len(backends) > 1:
         return Choice(None, f"no transport reaches {_each(members)}; make sessions of their own")
     (backend,) = backends
-    if backend not in ("nccl", "ipc"):
+    if backend not in BY_CHOICE:
         return Choice(None, f"auto does not choose the backend of {_each(members)}; say it: transport=Native({backend!r}, ...)")
     why_not = not_from_gpu(sender)
     if why_not is None and not sender.vllm:

@@ -31,6 +31,7 @@ from ray_weightsync.fleet.replica import Replica
 from ray_weightsync.fleet.rounds import Rounds
 from ray_weightsync.fleet.sleep_mode import SleepMode
 from ray_weightsync.fleet.steps import Timeline
+from ray_weightsync.fleet.stock import require_servable
 from ray_weightsync.fleet.stores import Stores
 from ray_weightsync.fleet.values import Settings, Way
 from ray_weightsync.fleet.way import way_of
@@ -170,9 +171,10 @@ class Coordinator:
 
         Raises:
             SessionConflict: if another session has one of them, and does not hand it over.
-            AttachError: if an engine has an update open that somebody else started, and it was not to be taken over; or if what a
-                successor of this coordinator would have to know cannot be kept.
+            AttachError: if an engine has an update open that somebody else started, and it was not to be taken over; if no round could
+                bring engines like these; or if what a successor of this coordinator would have to know cannot be kept.
         """
+        require_servable(replicas, self._parts.settings, phase="attach")
         # A round of theirs may take as long as one of ours.
         limit_s = self._timeouts.attach_s + (self._timeouts.round_s(0) if hand_over is not None else 0.0)
         waited = await self._parts.claims.claim(replicas, limit_s=limit_s, hand_over=hand_over)

@@ -154,7 +154,7 @@ def ailment(replica: Replica) -> str | None:
         return f"found with the label {facts.version}: another session fenced it, or updates it"
     if any(worker.update_open for worker in facts.workers):
         return "another client began a weight update"
-    if replica.attested and facts.version is not None and facts.version != replica.version:
+    if replica.brought and facts.version is not None and facts.version != replica.version:
         return f"its label is {facts.version!r} instead of {replica.version!r}: another client changed its weights"
     return None
 

@@ -32,6 +32,7 @@ class Live(ABC, Generic[Invited]):
             None for what is new in every round.
         attested: Every worker can attest the bytes.
         grouped: A member that is lost while bytes move takes the others with it.
+        stock_backend: The backend of vLLM's own whose engines can receive without our worker side, if any.
         group_id: The receivers know the bytes by this, if not by the round's own id.
 
     Args:
@@ -43,6 +44,7 @@ class Live(ABC, Generic[Invited]):
     seen_once: str | None = None
     attested: bool = True
     grouped: bool = True
+    stock_backend: str | None = None
     group_id: str | None = None
 
     def __init__(self, *, on_group: Callable[[str], None] = lambda table: None) -> None:

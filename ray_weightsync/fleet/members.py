@@ -15,6 +15,7 @@ from ray_weightsync.fleet.round import RoundLog
 from ray_weightsync.fleet.snapshot import Snapshot
 from ray_weightsync.fleet.states import ReplicaEvent, ReplicaState
 from ray_weightsync.fleet.steps import StepFailed
+from ray_weightsync.fleet.stock import mixed
 from ray_weightsync.fleet.verdicts import aborted
 from ray_weightsync.protocol.fanout import fan_out
 from ray_weightsync.protocol.reading import words
@@ -53,6 +54,13 @@ async def members_of(snapshot: Snapshot, log: RoundLog, parts: Parts) -> list[Re
             hint="mend what the engines named; replicas that are gone are left out when the call is repeated",
         )
     members = [replica for replica in candidates if replica.id not in failures]
+    if (why := mixed(members)) is not None:
+        raise RoundAborted(
+            f"Nothing changed: {roster.serves()}. {why}.",
+            phase=PHASE,
+            replicas=tuple(replica.id for replica in members),
+            hint="remove() those of one kind",
+        )
     for replica in members:
         if replica.state is ReplicaState.JOINING:
             replica.happen(ReplicaEvent.INSPECT)
@@ -82,6 +90,7 @@ async def unable(replicas: Iterable[Replica], snapshot: Snapshot, log: RoundLog,
         check,
         plan=snapshot.plan,
         source_for=await _sources(snapshot, parts),
+        served=snapshot.live.stock_backend if snapshot.live is not None else None,
         claims=parts.claims,
         timeouts=timeouts,
         timeline=log.timeline,

@@ -16,6 +16,7 @@ from ray_weightsync.fleet.repair import Repair
 from ray_weightsync.fleet.replica import Replica
 from ray_weightsync.fleet.states import ReplicaEvent, ReplicaState
 from ray_weightsync.fleet.steps import StepFailed
+from ray_weightsync.fleet.stock import require_servable
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +98,7 @@ class Membership:
 
     def _require_new(self, replicas: Sequence[Replica], members: Sequence[Replica]) -> None:
         require_distinct([each.engine for each in (*members, *replicas)])
+        require_servable([*members, *replicas], self._parts.settings, phase="add")
         for replica in replicas:
             if any(worker.update_open for worker in replica.engine.facts.workers):
                 raise AttachError(

@@ -13,13 +13,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ray_weightsync.config import Timeouts, is_tombstone
+from ray_weightsync.engines.headers import Headers, headers_of, problems_of
 from ray_weightsync.engines.resolve import inspect
 from ray_weightsync.errors import CallFailure, EngineCallError
 from ray_weightsync.fleet.claims import Claims
 from ray_weightsync.fleet.replica import Replica
 from ray_weightsync.fleet.states import ReplicaEvent, ReplicaState
 from ray_weightsync.fleet.steps import StepFailed, Timeline, step
+from ray_weightsync.fleet.stock import OUR_ARGS, flush, ruined, unserved
 from ray_weightsync.protocol.channel import FINISH, INIT
+from ray_weightsync.protocol.reading import died, words
 from ray_weightsync.weights.plan import Plan
 
 if TYPE_CHECKING:
@@ -46,14 +49,21 @@ class Source:
     store: str | None = None
 
 
-def refusal(facts: EngineFacts) -> str | None:
-    """Why an engine cannot take part in a round that starts now, or None. Pure."""
+def refusal(facts: EngineFacts, served: str | None = None) -> str | None:
+    """Why an engine cannot take part in a round that starts now, or None. Pure.
+
+    Args:
+        facts: The engine's.
+        served: The backend whose stock engines the round can bring, if any.
+    """
     if facts.kind == "client":
         return None  # it tells nothing of itself; its own answers to the calls below are all there is
     if not facts.in_step:
         return f"its workers' replies are out of step with the calls ({facts.step_problem}); start a new engine in its place"
-    if facts.backend != "rws":
-        return f"its weight-transfer backend is {facts.backend!r}; start it with **ray_weightsync.vllm_engine_args()"
+    if facts.backend is None:
+        return f"it has no weight-transfer backend; {OUR_ARGS}"
+    if (why := unserved(facts, served)) is not None:
+        return why
     for worker in facts.workers:
         if "weights" not in worker.resident:
             return f"worker {worker.rank} sleeps without its weights; wake it up with tags=['weights'] first"
@@ -99,9 +109,10 @@ def learn(replica: Replica, facts: EngineFacts) -> None:
     if facts.paused is False:
         replica.asleep_tags = set()  # whoever woke it up, it runs
     if is_tombstone(facts.version):
-        replica.fenced_by_us = True
+        replica.found_torn()
     elif not replica.holds_weights and "weights" not in replica.asleep_tags:
-        replica.attested = False  # at which level somebody put it to sleep is not known, so whether they come back is not either
+        # At which level somebody put it to sleep is not known, so whether they come back is not either.
+        replica.brought = replica.attested = False
 
 
 async def check(
@@ -109,6 +120,7 @@ async def check(
     plan: Plan,
     *,
     source_for: Callable[[Replica], Awaitable[Source]],
+    served: str | None,
     claims: Claims,
     timeouts: Timeouts,
     timeline: Timeline,
@@ -119,6 +131,7 @@ async def check(
         replica: The replica.
         plan: What will be sent.
         source_for: Finds where the replica is to have the bytes from.
+        served: The backend whose stock engines the round can bring, if any.
         claims: This session's: an engine that restarted may be another session's by now.
         timeouts: Deadlines; each call here has ``preflight_s``.
         timeline: Where the seconds are written.
@@ -134,10 +147,17 @@ async def check(
         # Left by a round of ours that broke inside: our backend's finish completes or flushes, and never raises.
         await step(replica, PHASE, FINISH, limit_s=timeouts.finish_s, timeline=timeline)
         await look(replica, timeouts=timeouts, timeline=timeline)
-    if (why := refusal(replica.engine.facts)) is not None:
+    if replica.engine.facts.is_stock and replica.may_be_open:
+        if (why := ruined(replica)) is not None:
+            raise StepFailed(PHASE, CallFailure(message=why, kind="out_of_step", elapsed_s=0.0), timeouts.preflight_s)
+        await flush(replica, timeouts=timeouts, timeline=timeline)
+    if (why := refusal(replica.engine.facts, served)) is not None:
         kind = "raised" if replica.engine.facts.in_step else "out_of_step"
         raise StepFailed(PHASE, CallFailure(message=why, kind=kind, elapsed_s=0.0), timeouts.preflight_s)
     source = await source_for(replica)
+    if replica.engine.facts.is_stock:
+        await _compared(replica, plan, limit_s=timeouts.preflight_s, timeline=timeline)
+        return
     if source.store is None or source.store not in replica.stores:
         probe = source.probe if isinstance(source.probe, dict) else await source.probe()
         info = {"op": "see", "transport": source.transport, "probe": probe}
@@ -152,6 +172,28 @@ async def check(
             await _judged(replica, plan, timeouts=timeouts, timeline=timeline)
         await step(replica, PHASE, INIT, {"op": "plan", "plan": wire}, limit_s=timeouts.preflight_s, timeline=timeline)
         replica.plans.add(plan.digest)
+
+
+async def _compared(replica: Replica, plan: Plan, *, limit_s: float, timeline: Timeline) -> None:
+    """Compare the plan with the checkpoint that a stock engine was started from, which is read once per incarnation.
+
+    Raises:
+        StepFailed: if it is not that one's, tensor for tensor.
+    """
+    if replica.headers is None:
+        began = time.monotonic()
+        try:
+            replica.headers = await headers_of(replica.engine.channel, limit_s=limit_s)
+        except TimeoutError:
+            replica.headers = Headers(problem=f"its checkpoint's headers were not read within {limit_s:.1f} s")
+        except Exception as error:
+            failure = CallFailure(message=words(error), kind="died" if died(error) else "raised", elapsed_s=time.monotonic() - began)
+            raise StepFailed(PHASE, failure, limit_s) from error
+        finally:
+            timeline.add(replica.id, PHASE, began, time.monotonic())
+    if problems := problems_of(plan, replica.headers):
+        message = f"the plan is not that of the checkpoint that the engine was started from: {'; '.join(problems)}"
+        raise StepFailed(PHASE, CallFailure(message=message, kind="raised", elapsed_s=0.0), limit_s)
 
 
 def judging_s(plan: Plan) -> float:

@@ -238,6 +238,7 @@ class Recovery:
                 said = f" ({self._problems[name]})" if name in self._problems else ""
                 member.failed = StepFailed(PHASE, CallFailure(message=f"{why(left, round_)}{said}", kind=kind, elapsed_s=0.0), 0.0)
                 await fence(replica, member.failed, spec=bring.spec, timeline=timeline)
+                replica.may_be_open = left in (Trace.TORN, Trace.BUSY, Trace.FOREIGN)
                 if left is Trace.RESTARTED:
                     replica.forget_incarnation()
         except StepFailed as failed:
@@ -293,7 +294,8 @@ class Recovery:
             if facts is not None and facts.incarnation != each.facts.incarnation:
                 replica.forget_incarnation()
             if stands is Standing.FENCED and facts is not None:
-                replica.version, replica.fenced_by_us = None, True
+                replica.version = None
+                replica.found_torn()
                 tombstone, release = str(facts.version), self._parts.settings.on_failure.release_requests
                 fences.append(fence_engine(replica, tombstone, limit_s=self._timeouts.resume_s, release=release, timeline=Timeline()))
         await asyncio.gather(*fences)

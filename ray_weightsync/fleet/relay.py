@@ -89,7 +89,7 @@ class Relay(Live[NativeMembers]):
     def __init__(self, native: Native, plan: Plan, timeouts: Timeouts, *, on_group: Callable[[str], None] = lambda table: None) -> None:
         super().__init__(on_group=on_group)
         of = traits(native.backend)
-        self.backend = native.backend
+        self.backend = self.stock_backend = native.backend
         self.name = self.seen_once = f"native:{native.backend}"
         self.attested, self.grouped = of.attested, of.grouped
         self.limits_s = {
@@ -129,7 +129,7 @@ class Relay(Live[NativeMembers]):
     ) -> tuple[NativeMembers, dict[str, dict[str, Any]]]:
         self._group, self._common = group, common
         self._members = {replica.id for replica in replicas}
-        self._stock = not all(is_guarded(replica.engine.facts) for replica in replicas)
+        self._stock = any(replica.engine.facts.is_stock for replica in replicas)
         self._until = time.monotonic() + self.limit_s
         # The engine itself says what each update holds.
         return NativeMembers(key=self._key(group, replicas), group=group, stock=self._stock), {replica.id: {} for replica in replicas}
@@ -269,11 +269,6 @@ class Relay(Live[NativeMembers]):
     def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
-
-
-def is_guarded(facts: EngineFacts) -> bool:
-    """Whether an engine has the worker side of this package; one that tells nothing of itself is taken at its word later."""
-    return facts.kind == "client" or facts.backend == "rws"
 
 
 def own_init_info(init_info: Payload, group: Group, replica: str) -> Payload:

@@ -20,6 +20,7 @@ from ray_weightsync.fleet.round import RoundLog
 from ray_weightsync.fleet.snapshot import Snapshot
 from ray_weightsync.fleet.states import ReplicaEvent, ReplicaState
 from ray_weightsync.fleet.steps import StepFailed
+from ray_weightsync.fleet.stock import ruined
 from ray_weightsync.fleet.turns import Busy
 from ray_weightsync.fleet.verdicts import verdict
 from ray_weightsync.report import ReplicaReport, SyncReport
@@ -76,11 +77,12 @@ class Repair:
         )
 
     async def bring_in(self, replicas: Iterable[Replica]) -> None:
-        """Heal whoever has just joined, when the turn is free. Before the first commit there is nothing to do: the next round takes it."""
-        if self._parts.staging.committed is None:
+        """Heal whoever has just joined, when the turn is free. Before the first commit, and for stock engines, the next round does it."""
+        able = [replica for replica in replicas if not replica.engine.facts.is_stock]
+        if self._parts.staging.committed is None or not able:
             return
         try:
-            await self._heal(lambda: [each for each in replicas if each.state in AILING], busy="wait")
+            await self._heal(lambda: [each for each in able if each.state in AILING], busy="wait")
         except (RoundAborted, ReplicasLost, FleetTorn) as error:
             logger.error("%s", error)
 
@@ -217,7 +219,7 @@ class Repair:
 def never_again(replica: Replica) -> str | None:
     """Why a replica can never be healed, or None. Pure."""
     if replica.engine.facts.in_step:
-        return None
+        return ruined(replica)
     return f"its workers' replies are out of step ({replica.engine.facts.step_problem}); only a new engine in its place helps"
 
 
@@ -230,4 +232,5 @@ def healed_enough(replica: Replica, *, max_heals: int) -> str | None:
 
 def may_be_healed_unasked(replica: Replica) -> bool:
     """Whether a replica that does not serve can be healed now, and nothing says that this would be in vain. Pure."""
-    return not (replica.asleep or replica.unanswered or replica.probe_failed or replica.lost)
+    stock = replica.engine.facts.is_stock  # the next round brings it; until then it costs no heal
+    return not (stock or replica.asleep or replica.unanswered or replica.probe_failed or replica.lost)

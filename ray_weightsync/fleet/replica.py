@@ -13,6 +13,7 @@ from ray_weightsync.report import ReplicaStatus
 from ray_weightsync.worker.identity import RESIDENT
 
 if TYPE_CHECKING:
+    from ray_weightsync.engines.headers import Headers
     from ray_weightsync.engines.resolve import Engine
 
 logger = logging.getLogger(__name__)
@@ -26,7 +27,9 @@ class Replica:
         engine: The engine, its channel and the facts last learned of it.
         state: Where it stands; changed by `happen` alone.
         version: The label whose weights it holds, if it is known.
-        attested: Whether a round of this session proved those weights.
+        brought: Whether a round of this session brought those weights, all of them.
+        attested: Whether its workers proved them. Those of a stock engine prove nothing.
+        may_be_open: An update began in it that was not committed. Our worker side leaves no such update open; a stock engine may.
         served: It was SERVING when the round in progress passed *start*; a router may go on sending (requests queue).
         leaving: Its removal was asked for: no new requests, no further round.
         owner_paused: Its owner had paused it before this session first touched it, and finds it so afterwards.
@@ -34,6 +37,7 @@ class Replica:
         plans: Digests of the plans that its preflight accepted, for its present incarnation.
         home: The node whose snapshot store it reads from, as last looked at.
         stores: Snapshot stores whose memory it proved to see, for its present incarnation.
+        headers: The tensors of a stock engine's checkpoint, once it was asked for them.
         error: Why it is quarantined or lost.
         heals: How often it was healed without being asked since it last took part in a sender's round.
         probe_failed: The user's own probe refused its outputs; it is not healed without being asked.
@@ -47,7 +51,9 @@ class Replica:
     engine: Engine
     state: ReplicaState = ReplicaState.JOINING
     version: str | None = None
+    brought: bool = False
     attested: bool = False
+    may_be_open: bool = False
     served: bool = False
     leaving: bool = False
     owner_paused: bool = False
@@ -55,6 +61,7 @@ class Replica:
     plans: set[str] = field(default_factory=set)
     home: str | None = None
     stores: set[str] = field(default_factory=set)
+    headers: Headers | None = None
     error: str | None = None
     heals: int = 0
     probe_failed: bool = False
@@ -100,8 +107,11 @@ class Replica:
         if event is ReplicaEvent.START:
             self.served = before is ReplicaState.SERVING or (before is ReplicaState.UPDATING and self.served)
         if event in (ReplicaEvent.START, ReplicaEvent.FAIL):
-            self.attested = False
+            self.brought = self.attested = False
+        if event is ReplicaEvent.START:
+            self.may_be_open = True
         if event is ReplicaEvent.COMMIT:
+            self.may_be_open = False
             self.heals, self.probe_failed, self.lost = 0, False, False
         self.error = error if event in (ReplicaEvent.FAIL, ReplicaEvent.RETIRE) else None
         if before is not self.state:
@@ -112,13 +122,18 @@ class Replica:
         self.happen(ReplicaEvent.FAIL, error=why)
         self.version, self.fenced_by_us = None, True
 
+    def found_torn(self) -> None:
+        """It was found under a tombstone. If that is not ours, some round has begun to change it, and did not come to an end."""
+        self.may_be_open = self.may_be_open or not self.fenced_by_us
+        self.fenced_by_us = True
+
     def forget_incarnation(self) -> None:
         """The engine restarted: whatever its earlier process knew or proved is gone."""
         self.plans.clear()
         self.stores.clear()
         self.unanswered.clear()
-        self.version = None
-        self.attested = False
+        self.version = self.headers = None
+        self.brought = self.attested = self.may_be_open = False
         self.fenced_by_us = False
         self.probe_failed = False
         self.asleep_tags = set()

@@ -9,6 +9,7 @@ from ray_weightsync.fleet.replica import Replica
 from ray_weightsync.fleet.roster import Roster
 from ray_weightsync.fleet.round import RoundLog
 from ray_weightsync.fleet.snapshot import Snapshot
+from ray_weightsync.fleet.stock import missing_of
 from ray_weightsync.fleet.values import Settings
 from ray_weightsync.protocol.channel import PAUSE, SET_VERSION
 from ray_weightsync.report import ReplicaReport, SyncReport
@@ -57,13 +58,15 @@ def promises(
     replicas: Iterable[Replica], snapshot: Snapshot, settings: Settings, log: RoundLog, *, first: bool
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """What was held for this fleet in its ``first`` round or a later one, and what could not be."""
+    members = list(replicas)
+    stock = [replica for replica in members if replica.engine.facts.is_stock]
     given: list[str] = []
     missing: list[str] = []
-    if log.attested:
-        given.append("bytes attested by every worker")
-    else:
+    if not log.attested:
         missing.append(f"{log.transport} goes past the workers' check of the bytes: only that the update was complete is attested")
-    if not snapshot.kept:
+    elif not stock:
+        given.append("bytes attested by every worker")
+    if not snapshot.kept and not stock:
         missing.append(
             "no snapshot is kept, so nobody can be healed or added without the trainer: Collective(keep_snapshot=True) keeps one, and host"
         )
@@ -78,8 +81,8 @@ def promises(
         given.append("all or none")
     if settings.cache != "recompute":
         given.append(f"cache policy {settings.cache!r}")
-    of_engines: list[str] = []
-    for replica in replicas:
+    of_engines = [each for replica in stock for each in missing_of(replica)]
+    for replica in members:
         facts, channel = replica.engine.facts, replica.engine.channel
         unjudged = {each for worker in facts.workers for each in worker.unjudged.get(snapshot.plan.digest, ())}
         of_engines.extend(f"{replica.id}: {each}" for each in sorted(unjudged))

@@ -62,7 +62,7 @@ class Roster:
             self.replicas[replica.id] = replica
             label = replica.engine.facts.version
             if replica.fenced_by_us or is_tombstone(label):
-                replica.fenced_by_us = True
+                replica.found_torn()
                 replica.happen(ReplicaEvent.FAIL, error=f"found with the label {label}: torn or not committed by an earlier session")
             else:
                 replica.happen(ReplicaEvent.ADOPT if agreed else ReplicaEvent.INSPECT)
@@ -88,7 +88,8 @@ class Roster:
         if taken := [replica.id for replica in joining if replica.id in self.replicas]:
             raise ConfigError(f"{', '.join(taken)} is the id of another replica of this session, perhaps a retired one")
         for replica in joining:
-            replica.fenced_by_us = is_tombstone(replica.engine.facts.version)
+            if is_tombstone(replica.engine.facts.version):
+                replica.found_torn()
             self.replicas[replica.id] = replica
         self.changed()
 

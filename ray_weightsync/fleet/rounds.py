@@ -11,7 +11,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from ray_weightsync.config import Native, version_label
+from ray_weightsync.config import Collective, Native, version_label
 from ray_weightsync.errors import ConfigError, RoundAborted, WeightSyncError
 from ray_weightsync.fleet.bring import Bring
 from ray_weightsync.fleet.broadcast import Broadcast
@@ -150,8 +150,15 @@ class Rounds:
 
     def _live(self, offer: Meeting | Native, plan: Plan) -> Live[Any]:
         if isinstance(offer, Native):
-            return Relay(offer, plan, self._timeouts, on_group=self._grouped)
+            relay = Relay(offer, plan, self._timeouts, on_group=self._grouped)
+            if isinstance(self._settings.transport, Collective):
+                relay.name = "collective"  # of the sender's making, toward receivers of vLLM's
+            return relay
         return Broadcast(offer, on_group=self._grouped)
+
+    def stock_backend(self) -> str | None:
+        """The backend of vLLM's own that engines of this fleet were started on; None if our worker side is in all of them."""
+        return next((each.engine.facts.backend for each in self._roster.members if each.engine.facts.is_stock), None)
 
     async def live_members(self, snapshot_id: str) -> Group | NativeMembers | None:
         """Whom a sender that made an offer is to expect, as soon as all of them are about to start; None if nobody.
@@ -372,8 +379,8 @@ class Rounds:
 
 
 def _holds(replica: Replica, snapshot: Snapshot) -> bool:
-    """Whether it serves this version, and is known to as surely as it can be."""
-    return replica.whole and replica.version == snapshot.label and (replica.attested or not snapshot.attested)
+    """Whether it serves this version, from a round of this session."""
+    return replica.whole and replica.version == snapshot.label and replica.brought
 
 
 def _left(replica: Replica) -> ReplicaReport:

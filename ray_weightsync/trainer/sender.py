@@ -17,6 +17,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
@@ -35,6 +36,7 @@ from ray_weightsync.trainer.broadcasting import Broadcasting
 from ray_weightsync.trainer.facts import sender_facts
 from ray_weightsync.trainer.live import Kept, LiveSending
 from ray_weightsync.trainer.native import EngineMaker, NativeEngines, Relaying, vllm_engine_maker
+from ray_weightsync.trainer.stock_trainer import stock_engine_maker
 from ray_weightsync.transports.host.layout import SlotError
 from ray_weightsync.transports.host.writer import SlotWriter
 from ray_weightsync.weights.packing import Packed
@@ -92,7 +94,7 @@ class SnapshotSender:
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._sent_plans: set[str] = set()
         self._engine_maker = engine_maker
-        self._native: NativeEngines | None = None
+        self._native: tuple[Transport, NativeEngines] | None = None
 
     def send(self, source: SourceLike, *, version: int | str, busy: Busy = "wait") -> SyncReport:
         """Stage and commit; the turn is kept in between."""
@@ -117,12 +119,24 @@ class SnapshotSender:
     def _live(self, transport: Transport) -> LiveSending | None:
         """How the bytes get straight to the engines in this round; None if by a snapshot."""
         if isinstance(transport, Collective):
-            return Broadcasting(self._link, transport, self._timeouts)
+            stock: str | None = self._link.ask("stock_backend", limit_s=self._timeouts.connect_s)
+            if stock is None:
+                return Broadcasting(self._link, transport, self._timeouts)
+            return self._relaying(transport, Native(stock), partial(stock_engine_maker, transport, self._timeouts))
         if isinstance(transport, Native):
-            if self._native is None:
-                self._native = NativeEngines(self._link, self._engine_maker(transport))
-            return Relaying(self._link, transport, self._timeouts, self._native)
+            return self._relaying(transport, transport, partial(self._engine_maker, transport))
         return None
+
+    def _relaying(self, transport: Transport, native: Native, maker: Callable[[], EngineMaker]) -> Relaying:
+        if self._native is None or self._native[0] != transport:  # where each round chooses, the last one may have gone another way
+            self._end_native()
+            self._native = (transport, NativeEngines(self._link, maker()))
+        return Relaying(self._link, native, self._timeouts, self._native[1])
+
+    def _end_native(self) -> None:
+        if self._native is not None:
+            self._native[1].close()
+            self._native = None
 
     def _send(self, source: SourceLike, version: int | str, busy: Busy, way: Way, live: LiveSending | None) -> SyncReport:
         began = time.monotonic()
@@ -185,8 +199,7 @@ class SnapshotSender:
     def close(self) -> None:
         """Unmap the slots, and shut a trainer engine down. Idempotent."""
         self._writer.close()
-        if self._native is not None:
-            self._native.close()
+        self._end_native()
 
     def _committed(self, pending: Any, ticket: Ticket, num_bytes: int) -> SyncReport:
         report: SyncReport = self._link.answer(pending, "commit", round_id=ticket.snapshot, limit_s=self._round_s(num_bytes))

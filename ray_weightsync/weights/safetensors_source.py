@@ -17,7 +17,7 @@ from ray_weightsync.weights.transforms import Transform
 
 INDEX_NAME = "model.safetensors.index.json"
 
-_DTYPES = {
+SAFETENSORS_DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "C64": "complex64",
     "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "BOOL": "bool",
     "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8",
@@ -134,7 +134,7 @@ def _opened(file: Path) -> Any:
 
 
 def _torch_dtype(name: str, dtype: str) -> torch.dtype:
-    found = getattr(torch, _DTYPES.get(dtype, ""), None)
+    found = getattr(torch, SAFETENSORS_DTYPES.get(dtype, ""), None)
     if not isinstance(found, torch.dtype):
         raise ConfigError(f"{name!r} has the safetensors dtype {dtype}, which cannot be sent", hint=f"leave it out with skip=[{name!r}]")
     return found

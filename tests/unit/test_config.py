@@ -108,5 +108,5 @@ def test_a_transport_is_named_or_given() -> None:
 
 @pytest.mark.parametrize("value", ["native:", "carrier pigeon", None, 3])
 def test_a_transport_that_is_not_there_is_refused_and_the_one_that_is_is_named(value: Any) -> None:
-    with pytest.raises(ConfigError, match="host|Native.backend"):
+    with pytest.raises(ConfigError, match=r"host|Native\.backend"):
         as_transport(value)

@@ -27,6 +27,7 @@ OWN_ENGINES = {
     "test_fault_kit.py",
     "test_placed_engine.py",
     "test_stock_nccl.py",
+    "test_stock_rounds.py",
     "test_worker_native.py",
     "test_worker_tied.py",
 }

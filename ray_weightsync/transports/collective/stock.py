@@ -178,6 +178,7 @@ class StockSender:
             self._owner.submit(self._leave).result(CLOSE_LIMIT_S)
         except TimeoutError:
             logger.warning("a call into the group at %s:%d does not return; its thread is left behind", self._address, self._port)
+            self._owner.stop(0.0)  # should it return after all, the thread ends
             return
         self._owner.stop(CLOSE_LIMIT_S)
 

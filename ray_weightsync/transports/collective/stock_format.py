@@ -17,6 +17,8 @@ from ray_weightsync.weights.tensor_spec import is_int
 NCCL_DTYPES = frozenset({"int8", "uint8", "int32", "int64", "float16", "float32", "float64", "bfloat16", "float8_e4m3fn"})
 """What vLLM's communicator has an NCCL type for (``ncclDataTypeEnum``); packed tensors travel as uint8 and may have any dtype."""
 
+OLDEST = (0, 28)
+
 VIEWS_SCALARS_SINCE = (0, 32)
 """The first vLLM known to take a tensor without dimensions out of a packed buffer; 0.28 raises in the middle of the broadcast."""
 
@@ -94,6 +96,22 @@ def check(plan: Plan, form: StockFormat, *, vllm: tuple[int, int] = VIEWS_SCALAR
             f"tensor {scalar!r}: the packed receiver of vLLM {vllm[0]}.{vllm[1]} fails on tensors without dimensions",
             hint="send each tensor by itself (StockFormat(packed=False)), or update vLLM",
         )
+
+
+def form_for(plan: Plan, *, buffer_bytes: int, num_buffers: int) -> StockFormat:
+    """The form in which engines of any version can read ``plan``: packed, unless that format cannot carry it.
+
+    Raises:
+        ConfigError: if they cannot in either form; it names the tensor.
+    """
+    packed = StockFormat(packed_buffer_size_bytes=buffer_bytes, packed_num_buffers=num_buffers)
+    try:
+        check(plan, packed, vllm=OLDEST)
+    except ConfigError:
+        one_by_one = StockFormat(packed=False, packed_num_buffers=num_buffers)
+        check(plan, one_by_one)
+        return one_by_one
+    return packed
 
 
 def largest_cut(plan: Plan, form: StockFormat) -> int:

@@ -146,10 +146,18 @@ def test_two_servers_are_two() -> None:
     assert [engine.id for engine in engines] == ["r0", "r1"]
 
 
-@pytest.mark.parametrize("server", [Server(extension=""), Server(backend="nccl"), Server(backend=None)])
+@pytest.mark.parametrize("server", [Server(extension=""), Server(backend=None)])
 def test_a_server_that_may_lack_our_method_is_never_asked_for_it(server: Server) -> None:
     with serving(server) as url, pytest.raises(AttachError, match="vllm_engine_args"):
         attached(url)
+    assert "collective_rpc" not in server.asked
+
+
+def test_a_server_on_vllms_own_backend_is_known_by_it_and_never_asked_for_our_method() -> None:
+    server = Server(backend="nccl")
+    with serving(server) as url:
+        found = attached(url)
+    assert found.facts.is_stock
     assert "collective_rpc" not in server.asked
 
 

@@ -32,7 +32,8 @@ def test_an_engine_started_with_our_arguments_fits() -> None:
     ("found", "problem", "remedy"),
     [
         (facts(backend=None), "it has no weight-transfer backend, 'rws' is needed", "**ray_weightsync.vllm_engine_args()"),
-        (facts(backend="nccl"), "its weight-transfer backend is 'nccl'", "**ray_weightsync.vllm_engine_args()"),
+        (facts(backend="nccl", workers=(), kind="sync"), "it is a synchronous LLM on vLLM's own 'nccl' backend", "hold an AsyncLLM"),
+        (facts(backend="nccl", workers=(), data_parallel_size=2), "it is data parallel (2)", "one engine per data-parallel rank"),
         (facts(workers=()), "lack our worker extension", "**ray_weightsync.vllm_engine_args()"),
         (facts(data_parallel_size=2), "it is data parallel (2)", "one engine per data-parallel rank"),
         (facts(in_step=False, step_problem="reply 1 is late"), "out of step with the calls (reply 1 is late)", "start a new engine"),
@@ -43,6 +44,11 @@ def test_what_was_found_and_what_to_do_are_said(found: EngineFacts, problem: str
     assert said is not None
     assert problem in said[0]
     assert remedy in said[1]
+
+
+@pytest.mark.parametrize("kind", ["async", "http"])
+def test_an_engine_on_vllms_own_backend_fits_since_a_session_may_be_able_to_serve_it(kind: str) -> None:
+    assert unfit(facts(kind=kind, backend="nccl", workers=()), REF) is None
 
 
 def test_another_world_size_than_configured_is_an_error_with_both_numbers() -> None:

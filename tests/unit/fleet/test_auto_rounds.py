@@ -9,7 +9,7 @@ import pytest
 
 from ray_weightsync.config import Auto, Collective, FailurePolicy, Host, Native
 from ray_weightsync.engines.facts import DeviceFacts
-from ray_weightsync.errors import RoundAborted
+from ray_weightsync.errors import AttachError, RoundAborted
 from ray_weightsync.fleet.choosing import SenderFacts
 from ray_weightsync.fleet.values import Way
 from tests.unit.fleet.fakes import FakeEngine, FakeFleet, sealed
@@ -119,13 +119,31 @@ def test_engines_that_no_transport_reaches_are_named_before_anything_is_sent() -
     run(story)
 
 
-def test_one_that_joins_without_our_worker_side_does_not_decide_for_those_who_serve() -> None:
+def test_an_engine_that_came_back_on_a_backend_of_vllms_own_does_not_decide_for_those_who_serve() -> None:
     async def story() -> None:
-        fleet = await fleet_of(Placed("r0", "a"), Placed("r1", "b", backend="nccl")).attach()
-        with pytest.raises(RoundAborted, match=r"r0 have our worker side and r1 \(backend 'nccl'\) do not"):
-            fleet.coordinator.choose_transport(SENDER)
-        fleet.coordinator._roster.replicas["r1"].lose_weights("for the test")
-        assert isinstance(fleet.coordinator.choose_transport(SENDER).transport, Collective)
+        fleet = await fleet_of(Placed("r0", "a"), Placed("r1", "b")).attach()
+        fleet.engines[1].restart()
+        fleet.engines[1].backend = "nccl"  # type: ignore[attr-defined]
+        await fleet.send(1)  # its preflight looks at every engine anew, and leaves this one out
+        assert fleet.coordinator.status().replicas[1].state == "QUARANTINED"
+        assert fleet.coordinator.choose_transport(SENDER).transport == Collective(keep_snapshot=True)
+
+    run(story)
+
+
+@pytest.mark.parametrize(("backend", "transport"), [("nccl", Collective()), ("ipc", Native("ipc"))])
+def test_engines_on_vllms_own_backends_may_be_attached_and_are_chosen_their_way(backend: str, transport: Any) -> None:
+    async def story() -> None:
+        fleet = await fleet_of(Placed("r0", "mine" if backend == "ipc" else "a", backend=backend)).attach()
+        assert fleet.coordinator.choose_transport(SENDER).transport == transport
+
+    run(story)
+
+
+def test_a_backend_that_no_round_chooses_is_refused_when_it_is_attached() -> None:
+    async def story() -> None:
+        with pytest.raises(AttachError, match="transport='native:sharded_rdt'"):
+            await fleet_of(Placed("r0", "a", backend="sharded_rdt")).attach()
 
     run(story)
 

@@ -144,7 +144,7 @@ class TestStockEngines:
                 [*STOCK_IPC, member("r1", gpu("a"), stock="nccl")],
                 r"no transport reaches r0 \(backend 'ipc'\), r1 \(backend 'nccl'\)",
             ),
-            (sender(), [*APART, *STOCK_IPC], r"r0, r1 have our worker side and r0 \(backend 'ipc'\) do not"),
+            (sender(), [*APART, *STOCK_IPC], r"r0 \(backend 'ipc'\) are on vLLM's own backends and r0, r1 are not"),
         ],
     )
     def test_else_there_is_no_way_and_the_fact_that_decided_is_named(self, of: SenderFacts, members: list[MemberFacts], why: str) -> None:
