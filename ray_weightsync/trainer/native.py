@@ -133,7 +133,7 @@ class NativeEngines:
         """The engine that was made for ``key``; one that is to be made if there is none."""
         driven, self._kept = self._kept, None
         if driven is not None and driven.key != key:
-            _end(driven)
+            _ending(driven)  # not waited for: engines are paused
             driven = None
         return driven or _Driven(key, self._link, self._make)
 
@@ -144,8 +144,12 @@ class NativeEngines:
     def close(self) -> None:
         """Have the engine shut down, if there is one; that is waited for at most `END_S` seconds. Idempotent."""
         driven, self._kept = self._kept, None
-        if driven is not None:
-            _end(driven)
+        if driven is None:
+            return
+        ending = _ending(driven)
+        ending.join(END_S)
+        if ending.is_alive():
+            logger.warning("a trainer engine does not shut down; its thread is left behind")
 
 
 class Relaying(LiveSending):
@@ -210,9 +214,7 @@ def settle(over: Future[Packed], result: Packed | BaseException) -> None:
             over.set_result(result)
 
 
-def _end(driven: _Driven) -> None:
+def _ending(driven: _Driven) -> threading.Thread:
     ending = threading.Thread(target=driven.shutdown, name="rws-native-shutdown", daemon=True)
     ending.start()
-    ending.join(END_S)
-    if ending.is_alive():
-        logger.warning("a trainer engine does not shut down; its thread is left behind")
+    return ending

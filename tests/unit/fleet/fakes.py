@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 from ray_weightsync.config import FailurePolicy, Host, Native, Timeouts
 from ray_weightsync.engines.facts import INSPECT, EngineFacts
 from ray_weightsync.engines.ref import EngineRef
 from ray_weightsync.engines.resolve import Engine
-from ray_weightsync.errors import RoundAborted
+from ray_weightsync.errors import ConfigError, RoundAborted
 from ray_weightsync.fleet.chronicle import Chronicle
 from ray_weightsync.fleet.claims import Claims, Holder
 from ray_weightsync.fleet.cluster import Process
@@ -97,6 +98,9 @@ class FakeEngine(StepByStep):
         self.loses_bytes = False
         self.out_of_step = False
         self.asleep: set[str] = set()
+        self.inits: list[Any] = []
+        """What it was told to set up for a trainer engine of vLLM's."""
+        self.updates: list[Any] = []
         self.unfinished = 0
         self.node_id: str | None = None
         self.node_ip = ""
@@ -162,7 +166,7 @@ class FakeEngine(StepByStep):
 
     def _name(self, verb: str, args: tuple[Any, ...]) -> str:
         if verb == INIT:
-            return str(args[0]["op"])
+            return str(args[0].get("op", "init"))
         if verb == SET_VERSION:
             return "mark" if args[0].startswith("!rws:") else "unmark" if args[0] == self._label_before else "commit"
         return NAMES[verb]
@@ -185,6 +189,7 @@ class FakeEngine(StepByStep):
             self.update_open, self.weights, self._received = True, "torn", None
         elif verb == UPDATE:
             self.epoch, self._received = args[0]["epoch"], args[0]
+            self.updates.append(args[0].get("update_info"))
         elif verb == FINISH:
             self.update_open = False
         elif verb == SLEEP:
@@ -209,17 +214,23 @@ class FakeEngine(StepByStep):
     def _op(self, info: dict[str, Any]) -> None:
         if info["op"] == "see" and not info["probe"]:
             raise ValueError("rws: rank 0: a probe has the fields directory, name and nonce")
+        if info["op"] == "native":
+            assert self.paused and not self.update_open
+            self.inits.append(info["init_info"])
         if info["op"] == "judge":
             self.judging = info["plan"]["digest"]
         if info["op"] == "see":
-            self.seen.append(info["probe"]["nonce"])
+            self.seen.append(info["probe"].get("nonce", info["probe"].get("backend")))
         if info["op"] == "plan":
             self.plans.append(Plan.from_wire(info["plan"]).digest)
         elif info["op"] == "outcome":
             received = self._received
             if received is None or received["round"] != info["round"] or self.loses_bytes:
                 raise ValueError("rws: rank 0: nothing was transferred in this round")
-            had = received["group"]["id"] if "group" in received else received["slot"]["snapshot"]
+            if received["transport"] == "native":
+                had = received["round"]  # it knows no other name for them
+            else:
+                had = received["group"]["id"] if "group" in received else received["slot"]["snapshot"]
             if had != info["expected"]["snapshot"]:
                 raise ValueError(f"rws: rank 0: snapshot: expected {info['expected']['snapshot']}, received {had}")
             self.weights = info["expected"]["snapshot"]
@@ -587,6 +598,56 @@ class FakeFleet:
     def _receives(self, name: str) -> bool:
         (engine,) = [each for each in self.engines if each.label == name]
         return engine._received is not None and engine._received["round"] == self.coordinator._roster.round_id
+
+    async def relay(self, version: int | str, *, engine: FakeTrainerEngine | None = None, plan: Plan | None = None) -> Any:
+        """A round whose calls are given by a trainer engine."""
+        engine = engine or FakeTrainerEngine()
+        rounds, staging = self.coordinator.rounds, self.coordinator._parts.staging
+        ticket = await self.open(version, plan, offer=Native(engine.backend))
+        self.sent[str(version)] = ticket.snapshot
+        committing = asyncio.ensure_future(rounds.commit(ticket.snapshot, holds_turn=True))
+        try:
+            engine.members = await rounds.live_members(ticket.snapshot)
+            if engine.members is not None:
+                for verb, payload in engine.calls():
+                    await rounds.native_call(ticket.snapshot, verb, payload)
+            await rounds.seal(ticket.snapshot, sealed(engine.digest or f"digest of {version}"), keep_turn=True)
+        except (RoundAborted, ConfigError, ZeroDivisionError) as error:
+            engine.error = error
+            await rounds.abandon(ticket.snapshot, str(error))
+        finally:
+            await asyncio.wait({committing})
+            await staging.settled()
+        return await committing
+
+
+class FakeTrainerEngine:
+    """Gives the calls of one session.
+
+    Attributes:
+        init: What is to be set up; None if an earlier round's is used again.
+        updates: What each update says.
+        fails_at: The verb in whose place the source fails.
+        members: Whom it was told to reach.
+        error: What ended it.
+    """
+
+    def __init__(
+        self, backend: str = "ipc", *, init: Any = None, updates: Any = ({},), fails_at: str | None = None, digest: str = ""
+    ) -> None:
+        self.backend = backend
+        self.init = init
+        self.updates = updates
+        self.fails_at = fails_at
+        self.digest = digest
+        self.members: Any = None
+        self.error: BaseException | None = None
+
+    def calls(self) -> Iterator[tuple[str, Any]]:
+        for verb, payload in [(INIT, self.init), (START, None), *((UPDATE, each) for each in self.updates), (FINISH, None)]:
+            if verb == self.fails_at:
+                raise ZeroDivisionError("the source failed")
+            yield verb, payload
 
 
 def meeting_of() -> Meeting:

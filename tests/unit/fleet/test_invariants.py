@@ -4,17 +4,34 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ray_weightsync.config import Collective, Host, Timeouts
+from ray_weightsync.config import Collective, Host, Native, Timeouts, Transport
 from ray_weightsync.errors import FleetTorn, ReplicasLost, RoundAborted
-from tests.unit.fleet.fakes import FakeFleet
+from tests.unit.fleet.fakes import FakeFleet, FakeTrainerEngine
 
-CALLS = ("inspect", "see", "judge", "plan", "pause", "mark", "start", "update", "finish", "outcome", "commit", "cache", "resume", "unmark")
+CALLS = (
+    "inspect",
+    "see",
+    "judge",
+    "plan",
+    "pause",
+    "mark",
+    "native",
+    "start",
+    "update",
+    "finish",
+    "outcome",
+    "commit",
+    "cache",
+    "resume",
+    "unmark",
+)
 REPLICAS = 3
 FAULTS = st.dictionaries(
     st.tuples(st.integers(0, REPLICAS - 1), st.sampled_from(CALLS)), st.sampled_from(["raise", "die", "hang", "late"]), max_size=3
@@ -23,13 +40,15 @@ FAULTS = st.dictionaries(
 # Deadlines are short and phases that move bytes are not longer: a hung call costs its 20 ms.
 TIMEOUTS = Timeouts(
     min_rate_bytes_per_s=1e12,
-    **{f"{phase}_s": 0.02 for phase in ("preflight", "pause", "start", "update", "finish", "attest", "commit", "resume")},
+    **{f"{phase}_s": 0.02 for phase in ("preflight", "connect", "pause", "start", "update", "finish", "attest", "commit", "resume")},
 )
 
 
-async def story(schedule: list[dict[tuple[int, str], str]], *, broadcast: bool) -> None:
-    fleet = await FakeFleet(REPLICAS, timeouts=TIMEOUTS, transport=Collective() if broadcast else Host()).attach()
-    send = fleet.broadcast if broadcast else fleet.send
+async def story(schedule: list[dict[tuple[int, str], str]], transport: Transport) -> None:
+    fleet = await FakeFleet(REPLICAS, timeouts=TIMEOUTS, transport=transport).attach()
+    send: Callable[[str], Awaitable[Any]] = fleet.broadcast if isinstance(transport, Collective) else fleet.send
+    if isinstance(transport, Native):
+        send = partial(_relayed, fleet, transport.backend)
     for number, faults in enumerate(schedule):
         version = f"v{number + 1}"
         before = [(engine.version, engine.paused, engine.weights) for engine in fleet.engines]
@@ -66,6 +85,10 @@ async def story(schedule: list[dict[tuple[int, str], str]], *, broadcast: bool) 
         await _heals(fleet, send)
 
 
+async def _relayed(fleet: FakeFleet, backend: str, version: str) -> Any:
+    return await fleet.relay(version, engine=FakeTrainerEngine(backend))
+
+
 async def _heals(fleet: FakeFleet, send: Callable[[str], Awaitable[Any]]) -> None:
     """With no more faults, at most one aborted round (which finds the dead) stands before a whole fleet."""
     try:
@@ -78,10 +101,10 @@ async def _heals(fleet: FakeFleet, send: Callable[[str], Awaitable[Any]]) -> Non
     assert [(engine.version, engine.paused) for engine in fleet.engines if not engine.dead] == [("last", False)] * len(alive)
 
 
-@pytest.mark.parametrize("broadcast", [False, True], ids=["snapshots", "broadcasts"])
+@pytest.mark.parametrize("transport", [Host(), Collective(), Native("ipc"), Native("nccl")], ids=["host", "collective", "ipc", "nccl"])
 @settings(max_examples=150, deadline=None, print_blob=True)
 @given(schedule=st.lists(FAULTS, min_size=1, max_size=4))
 def test_whatever_fails_the_promises_hold_and_the_fleet_can_be_made_whole(
-    schedule: list[dict[tuple[int, str], str]], broadcast: bool
+    schedule: list[dict[tuple[int, str], str]], transport: Transport
 ) -> None:
-    asyncio.run(asyncio.wait_for(story(schedule, broadcast=broadcast), 60))
+    asyncio.run(asyncio.wait_for(story(schedule, transport), 60))

@@ -302,7 +302,7 @@ class TestBetweenRounds:
 
         run(story)
 
-    def test_one_that_joins_waits_for_the_next_round(self) -> None:
+    def test_one_that_joins_waits_for_the_next_round_without_an_error(self, caplog: pytest.LogCaptureFixture) -> None:
         async def story() -> None:
             fleet = await StockFleet(1).attach()
             await fleet.relay(1)
@@ -312,6 +312,7 @@ class TestBetweenRounds:
             await fleet.coordinator.membership.add([joining])
             await fleet.coordinator.health.check()
             assert joining.state is ReplicaState.JOINING
+            assert not [each for each in caplog.records if each.levelname == "ERROR"]
             assert (await fleet.relay(2)).committed == ("r0", "r1")
 
         run(story)
