@@ -221,7 +221,12 @@ class Native:
 Transport = Host | Collective | Native
 
 
-def as_transport(value: Transport | str) -> Transport:
+@dataclass(frozen=True)
+class Auto:
+    """One of the others, chosen anew for each round; see `ray_weightsync.fleet.choosing`."""
+
+
+def as_transport(value: Transport | str) -> Transport | Auto:
     """The transport that ``value`` names: a transport, ``"auto"``, ``"host"``, ``"collective"`` or ``"native:<backend>"``.
 
     Raises:
@@ -229,7 +234,9 @@ def as_transport(value: Transport | str) -> Transport:
     """
     if isinstance(value, Host | Collective | Native):
         return value
-    if value in ("auto", "host"):
+    if value == "auto":
+        return Auto()
+    if value == "host":
         return Host()
     if value == "collective":
         return Collective()

@@ -59,7 +59,7 @@ def settings_of(
         raise ConfigError("after_start='all_or_none' goes back to the version before: that needs Collective(keep_snapshot=True), or 'host'")
     return Settings(
         transport=chosen,
-        transport_reason="asked for" if transport != "auto" else "auto: host memory reaches every engine, also on other nodes",
+        transport_reason="asked for",
         pause=pause,
         cache=cache,
         adopt=adopt,

@@ -27,6 +27,28 @@ DESCRIBE = "rws_describe"
 """The method of our worker extension: one dict per worker, never raises."""
 
 
+@dataclass(frozen=True)
+class DeviceFacts:
+    """What a process computes on.
+
+    Attributes:
+        type: As torch names it, such as ``"cpu"`` or ``"cuda"``.
+        uuid: Of a GPU: the same in every process that sees it. None if it was not told.
+    """
+
+    type: str
+    uuid: str | None = None
+
+    @classmethod
+    def from_wire(cls, told: object) -> DeviceFacts | None:
+        """Read what a process told of its device; None if it told nothing."""
+        if not isinstance(told, Mapping) or not isinstance(told.get("type"), str):
+            return None
+        uuid = told.get("uuid")
+        # NVIDIA's management library, which vLLM asks, writes "GPU-" before what torch says.
+        return cls(told["type"], uuid.removeprefix("GPU-") if isinstance(uuid, str) and uuid else None)
+
+
 @dataclass(frozen=True, kw_only=True)
 class WorkerFacts:
     """One worker's own description; see `WorkerUpdates.describe` for the meaning of each field.
@@ -38,6 +60,8 @@ class WorkerFacts:
         unjudged: By plan digest, what its structural check could not judge.
         resident: Which of ``"weights"`` and ``"kv_cache"`` are in memory.
         failure: What went wrong in its latest session, if anything did.
+        device: Where its part of the model is.
+        nccl: Whether nccl4py is installed there.
     """
 
     nonce: str
@@ -55,6 +79,8 @@ class WorkerFacts:
     incarnation: str = ""
     node_ip: str = ""
     pid: int = 0
+    device: DeviceFacts | None = None
+    nccl: bool = False
 
     @classmethod
     def from_wire(cls, told: object) -> WorkerFacts:
@@ -70,6 +96,8 @@ class WorkerFacts:
             raise ValueError(f"a worker's description lacks {', '.join(sorted(missing))}")
         values["plans"] = tuple(map(str, values.get("plans", ())))
         values["resident"] = tuple(map(str, values.get("resident", ())))
+        values["device"] = DeviceFacts.from_wire(values.get("device"))
+        values["nccl"] = values.get("nccl") is True
         values["unjudged"] = {str(digest): tuple(map(str, reasons)) for digest, reasons in dict(values.get("unjudged", {})).items()}
         return cls(**values)
 
@@ -95,6 +123,7 @@ class EngineFacts:
         unfinished_requests: Requests in flight, frozen ones included.
         verbs: Names of its public methods, the protocol's among them; empty if unknown.
         workers: What its workers said; empty where our worker extension is not there to be asked.
+        devices: Where its workers are, by rank, as its configuration says; empty if that cannot be seen there.
         in_step: False if its workers' replies are proved to lag behind the calls. Such an engine must be replaced: its "OK" means nothing.
         step_problem: In words, when ``in_step`` is False.
     """
@@ -119,6 +148,7 @@ class EngineFacts:
     unfinished_requests: int | None = None
     verbs: tuple[str, ...] = ()
     workers: tuple[WorkerFacts, ...] = ()
+    devices: tuple[DeviceFacts, ...] = ()
     in_step: bool = True
     step_problem: str | None = None
 
@@ -160,9 +190,17 @@ def facts_of(told: Mapping[str, Any], nonce: str) -> EngineFacts:
         unfinished_requests=told.get("unfinished_requests"),
         verbs=tuple(told.get("verbs") or ()),
         workers=workers,
+        devices=_devices(told.get("devices"), num_workers),
         in_step=problem is None,
         step_problem=problem,
     )
+
+
+def _devices(told: object, num_workers: int | None) -> tuple[DeviceFacts, ...]:
+    if not isinstance(told, list | tuple):
+        return ()
+    devices = tuple(device for each in told if (device := DeviceFacts.from_wire(each)) is not None)
+    return devices if len(devices) == num_workers else ()
 
 
 def _size(told: Mapping[str, Any], key: str) -> int | None:

@@ -1,8 +1,8 @@
 """What runs in an engine's own process to tell what the engine is. Standard library only, since it may travel there by value.
 
-`look` reads attributes and calls nothing. `read` then calls what cannot raise on one worker alone: two questions to the engine core,
-and our worker extension's own method - only where the configuration proves that it is there, since a method that is missing would
-raise on every rank and leave the engine's replies out of step.
+`look` reads attributes and calls nothing of the engine's. `read` then calls what cannot raise on one worker alone: two questions to the
+engine core, and our worker extension's own method - only where the configuration proves that it is there, since a method that is missing
+would raise on every rank and leave the engine's replies out of step.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ def look(actor: Any, path: str) -> dict[str, Any]:
     # Asked only of engines that have our backend: in others a foreign extension is none of our business.
     own = getattr(config.parallel_config, "worker_extension_cls", None)
     told["extension"] = told["backend"] == RWS_BACKEND and has_extension(own)
+    if told["backend"] != RWS_BACKEND:  # its workers cannot be asked
+        told["devices"] = devices(config)
     return told
 
 
@@ -62,6 +64,26 @@ def configured(config: Any) -> dict[str, Any]:
         "kv_connector": getattr(kv, "kv_connector", None),
         "is_multimodal": getattr(getattr(config, "model_config", None), "is_multimodal_model", None),
     }
+
+
+def devices(config: Any) -> list[dict[str, Any]] | None:
+    """Where each worker is, by rank, as this process sees it. None where they may be on other nodes, or other engines have the first GPUs.
+
+    vLLM asks the management library for a GPU's identity, so this process need not use the GPU.
+    """
+    parallel, device = config.parallel_config, getattr(config, "device_config", None)
+    kind, executor = getattr(device, "device_type", None), getattr(parallel, "distributed_executor_backend", None)
+    if kind is None or executor not in ("uni", "mp") or getattr(parallel, "data_parallel_size", None) != 1:
+        return None
+    platform = getattr(sys.modules.get("vllm.platforms"), "current_platform", None)
+    found: list[dict[str, Any]] = []
+    for rank in range(parallel.world_size):
+        try:
+            uuid = platform.get_device_uuid(rank) if platform is not None else None
+        except Exception:  # a platform without such a thing; what it is not known to be is told as unknown
+            uuid = None
+        found.append({"type": kind, "uuid": uuid})
+    return found
 
 
 def has_extension(name: Any) -> bool:

@@ -55,7 +55,8 @@ class TorchEngineActor:
         self._loader = ModuleLoader(self._module)
         self._resident: tuple[str, ...] = RESIDENT
         receivers: dict[str, Receiver] = {"host": HostReceiver(), "collective": CollectiveReceiver()}
-        self._updates = WorkerUpdates(self._loader, SoleRank(), receivers, resident=lambda: self._resident)
+        device = next((each.device for each in module.parameters()), torch.device("cpu"))
+        self._updates = WorkerUpdates(self._loader, SoleRank(), receivers, resident=lambda: self._resident, device=device)
         self._version = "default"
 
     # -- requests ----------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from ray_weightsync.config import Native
 from ray_weightsync.engines.ref import EngineRef
 from ray_weightsync.engines.resolve import Engine, resolve, resolve_all
 from ray_weightsync.errors import AttachError, ConfigError, SessionConflict, WeightSyncError
+from ray_weightsync.fleet.choosing import SenderFacts
 from ray_weightsync.fleet.chronicle import Chronicle
 from ray_weightsync.fleet.claims import Claims, Holder
 from ray_weightsync.fleet.cluster import NAMESPACE, Process, until_gone
@@ -33,7 +34,7 @@ from ray_weightsync.fleet.rounds import PlanUnknown
 from ray_weightsync.fleet.stores import RayStores
 from ray_weightsync.fleet.topology import Group
 from ray_weightsync.fleet.turns import Busy
-from ray_weightsync.fleet.values import Sealed, Settings, Ticket
+from ray_weightsync.fleet.values import Sealed, Settings, Ticket, Way
 from ray_weightsync.protocol.channel import Channel
 from ray_weightsync.protocol.threads import in_daemon_thread
 from ray_weightsync.report import FleetStatus, SyncReport
@@ -150,6 +151,9 @@ class _CoordinatorActor:
         except (AttachError, RayActorError):
             return  # it has ended meanwhile; whether it still holds anything is looked at next
 
+    async def choose_transport(self, sender: SenderFacts) -> Way:
+        return (await self._ready()).choose_transport(sender)
+
     async def open_snapshot(
         self,
         snapshot_id: str,
@@ -160,12 +164,21 @@ class _CoordinatorActor:
         busy: Busy,
         sender: Process,
         offer: Meeting | Native | None,
+        way: Way | None,
     ) -> Ticket | None:
         """None asks for the plan itself."""
         try:
             rounds = (await self._ready()).rounds
             return await rounds.open(
-                snapshot_id, version, plan_digest=plan_digest, plan=plan, node_id=node_id, busy=busy, sender=sender, offer=offer
+                snapshot_id,
+                version,
+                plan_digest=plan_digest,
+                plan=plan,
+                node_id=node_id,
+                busy=busy,
+                sender=sender,
+                offer=offer,
+                way=way,
             )
         except PlanUnknown:
             return None

@@ -15,6 +15,7 @@ from ray_weightsync.config import tombstone
 from ray_weightsync.engines.resolve import resolve
 from ray_weightsync.errors import AttachError, RoundAborted, WeightSyncError
 from ray_weightsync.fleet import takeover
+from ray_weightsync.fleet.choosing import SenderFacts
 from ray_weightsync.fleet.chronicle import Chronicle
 from ray_weightsync.fleet.claims import Claims, HandOver
 from ray_weightsync.fleet.health import Health, IsGone, actor_is_gone
@@ -32,7 +33,8 @@ from ray_weightsync.fleet.sleep_mode import SleepMode
 from ray_weightsync.fleet.steps import Timeline
 from ray_weightsync.fleet.stock import require_servable
 from ray_weightsync.fleet.stores import Stores
-from ray_weightsync.fleet.values import Settings
+from ray_weightsync.fleet.values import Settings, Way
+from ray_weightsync.fleet.way import way_of
 from ray_weightsync.protocol.channel import FINISH, PAUSE, SET_VERSION
 from ray_weightsync.report import FleetStatus, SyncReport
 
@@ -230,6 +232,10 @@ class Coordinator:
                 hint="restart the engine",
             ) from error
         replica.fenced_by_us = True
+
+    def choose_transport(self, sender: SenderFacts) -> Way:
+        """How the next round is to go where each one chooses; see `ray_weightsync.fleet.choosing`. Asks no engine."""
+        return way_of(self._parts, sender)
 
     async def refuse(self, report: SyncReport, complaints: Mapping[str, str]) -> SyncReport:
         """Take a version back from replicas that a probe complained of; see `ray_weightsync.fleet.probes.refuse`."""

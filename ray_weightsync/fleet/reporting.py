@@ -37,7 +37,7 @@ def report_of(
         plan_digest=snapshot.plan.digest,
         weights_digest=written.digest,
         transport=log.transport,
-        transport_reason=settings.transport_reason,
+        transport_reason=log.transport_reason,
         num_bytes=written.num_bytes,
         num_tensors=written.num_tensors,
         phases_s={phase: timeline.span_s(phase) for phase in timeline.spans},

@@ -27,6 +27,7 @@ class RoundLog:
     began: float = field(default_factory=time.monotonic)
     timeline: Timeline = field(default_factory=Timeline)
     transport: str = "host"
+    transport_reason: str = "what is kept is in host memory"
     attested: bool = True
     grouped: bool = False
     notes: list[str] = field(default_factory=list)

@@ -29,7 +29,7 @@ from ray_weightsync.fleet.staging import AFTER_REPLY_S
 from ray_weightsync.fleet.states import ReplicaEvent, ReplicaState
 from ray_weightsync.fleet.topology import Group
 from ray_weightsync.fleet.turns import Busy
-from ray_weightsync.fleet.values import Sealed, Ticket
+from ray_weightsync.fleet.values import Sealed, Ticket, Way
 from ray_weightsync.fleet.verdicts import aborted, verdict
 from ray_weightsync.fleet.within_reach import within_reach
 from ray_weightsync.report import ReplicaReport, SyncReport
@@ -43,6 +43,9 @@ logger = logging.getLogger(__name__)
 
 LOOK_IS_FRESH_S = 0.25
 """For how long a round relies on a look at the fleet, in seconds."""
+
+
+BY_HOST = "auto: it is staged, and what is staged waits in host memory"
 
 
 class PlanUnknown(Exception):
@@ -79,13 +82,15 @@ class Rounds:
         busy: Busy,
         sender: Process,
         offer: Meeting | Native | None = None,
+        way: Way | None = None,
     ) -> Ticket:
         """Begin a round: check the version, allot memory, start the preflight beside the sender's packing.
 
         The turn is the caller's until `seal`, `commit` or `abandon`, until ``sender`` died, or until the sender's deadline has passed.
         The snapshot's id is the caller's choice (32 hex digits), so that it can be abandoned before this returns. With an ``offer`` the
         bytes go straight from the sender to the engines, and it learns from `live_members` whom to expect: it is met at a `Meeting`, or has
-        a trainer engine of vLLM's, whose calls it makes through `native_call`.
+        a trainer engine of vLLM's, whose calls it makes through `native_call`. Why it goes so is said by ``way``, where each round of this
+        session chooses its own.
 
         Raises:
             PlanUnknown: ``plan`` is needed.
@@ -108,8 +113,10 @@ class Rounds:
                 raise ConfigError(f"version {label!r} was committed before; versions are unique (now: {self._roster.label!r})")
             self._roster.round_id = snapshot_id
             self._roster.changed("stage")
+            way = way or self._settings.way or Way(transport=self._settings.host, reason=BY_HOST)
             live = None if offer is None else self._live(offer, known)
-            kept = live is None or (isinstance(live, Broadcast) and self._settings.keeps_broadcasts)
+            kept = live is None or (isinstance(live, Broadcast) and way.keeps_broadcast)
+            log.transport_reason = way.reason
             if live is not None:
                 log.transport, log.attested, log.grouped = live.name, live.attested, live.grouped
             serves = self._roster.serves()

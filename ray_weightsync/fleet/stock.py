@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from ray_weightsync.config import Collective, Native
+from ray_weightsync.config import Auto, Collective, Native
 from ray_weightsync.engines.facts import EngineFacts
 from ray_weightsync.errors import AttachError
+from ray_weightsync.fleet.choosing import BY_CHOICE
 from ray_weightsync.fleet.replica import Left, Replica
 from ray_weightsync.fleet.steps import StepFailed, Timeline, step
 from ray_weightsync.protocol.channel import FINISH, PAUSE, START
@@ -23,8 +24,13 @@ if TYPE_CHECKING:
 OUR_ARGS = "start it with **ray_weightsync.vllm_engine_args()"
 
 
-def served_by(transport: object) -> str | None:
-    """The backend whose stock engines ``transport`` can bring; None if it brings none. Pure."""
+def served_by(transport: object, backend: str | None = None) -> str | None:
+    """The backend whose stock engines ``transport`` can bring; None if it brings none. Pure.
+
+    Where each round chooses, it is the ``backend`` that is asked for, if a round may choose that.
+    """
+    if isinstance(transport, Auto):
+        return backend if backend in BY_CHOICE else None
     if isinstance(transport, Collective):
         return "nccl"
     return transport.backend if isinstance(transport, Native) else None
@@ -59,8 +65,8 @@ def mixed(replicas: Iterable[Replica]) -> str | None:
 
 def refused(replicas: Sequence[Replica], settings: Settings) -> tuple[tuple[str, ...], str, str] | None:
     """Which of the engines of a session no round of it could bring to a version, why, and what to do. None if there are none. Pure."""
-    served = served_by(settings.transport)
-    out = {replica.id: why for replica in replicas if (why := unserved(replica.engine.facts, served)) is not None}
+    facts = {replica.id: replica.engine.facts for replica in replicas}
+    out = {name: why for name, each in facts.items() if (why := unserved(each, served_by(settings.transport, each.backend))) is not None}
     if out:
         said = "; ".join(f"{name}: {why}" for name, why in out.items())
         return tuple(out), said, "choose the transport by the engines, or start them anew"

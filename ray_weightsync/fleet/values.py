@@ -5,14 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ray_weightsync.config import AdoptPolicy, CachePolicy, Collective, FailurePolicy, Host, Native, PauseMode, Timeouts
+from ray_weightsync.config import AdoptPolicy, Auto, CachePolicy, Collective, FailurePolicy, Host, Native, PauseMode, Timeouts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """How the bytes of one round travel, and why so."""
+
+    transport: Host | Collective | Native
+    reason: str
+
+    @property
+    def keeps_broadcast(self) -> bool:
+        """Whether what is broadcast is kept in host memory as well."""
+        return isinstance(self.transport, Host) or (isinstance(self.transport, Collective) and self.transport.keep_snapshot)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """What a session was attached with."""
 
-    transport: Host | Collective | Native
+    transport: Host | Collective | Native | Auto
     transport_reason: str
     pause: PauseMode
     cache: CachePolicy
@@ -26,9 +39,9 @@ class Settings:
         return self.transport if isinstance(self.transport, Host) else Host()
 
     @property
-    def keeps_broadcasts(self) -> bool:
-        """Whether what is broadcast is kept in host memory as well."""
-        return isinstance(self.transport, Host) or (isinstance(self.transport, Collective) and self.transport.keep_snapshot)
+    def way(self) -> Way | None:
+        """How every round goes; None if each one chooses."""
+        return None if isinstance(self.transport, Auto) else Way(transport=self.transport, reason=self.transport_reason)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,8 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Any
 
+import torch
+
 from ray_weightsync.config import Native, Timeouts
 from ray_weightsync.errors import RoundAborted
 from ray_weightsync.fleet.link import CoordinatorLink, CoordinatorLost
@@ -77,6 +79,8 @@ class _Driven:
         self.client = RelayClient(link)
         self.source = RoundSource()
         self.engine: TrainerEngine | None = None
+        cuda: Any = torch.cuda  # partly untyped
+        self._gpu: int | None = cuda.current_device() if cuda.is_available() else None
 
     def begin(self, round_id: str, source: WeightSource, plan: Plan, limit_s: float) -> None:
         """What is sent next, and the seconds that one call of it may take."""
@@ -86,6 +90,8 @@ class _Driven:
     def run(self, members: NativeMembers, over: Future[Packed]) -> None:
         """Send the round, unless somebody fails ``over`` before: then the engine is shut down as soon as it comes back."""
         try:
+            if self._gpu is not None:
+                torch.cuda.set_device(self._gpu)  # of this thread: a new one begins with GPU 0
             settle(over, self._send(members))
         except BaseException as error:  # told to whoever waits
             settle(over, error)

@@ -23,15 +23,17 @@ from typing import Any
 import ray
 import torch
 
-from ray_weightsync.config import Collective, Host, Native, Timeouts, version_label
+from ray_weightsync.config import Auto, Collective, Host, Native, Timeouts, Transport, version_label
 from ray_weightsync.errors import ConfigError, RoundAborted, WeightSyncError
 from ray_weightsync.fleet.actor import revive
+from ray_weightsync.fleet.choosing import not_from_gpu
 from ray_weightsync.fleet.cluster import Process
 from ray_weightsync.fleet.link import CoordinatorLink, CoordinatorLost
 from ray_weightsync.fleet.turns import Busy
-from ray_weightsync.fleet.values import Sealed, Settings, Ticket
+from ray_weightsync.fleet.values import Sealed, Settings, Ticket, Way
 from ray_weightsync.report import SyncReport
 from ray_weightsync.trainer.broadcasting import Broadcasting
+from ray_weightsync.trainer.facts import sender_facts
 from ray_weightsync.trainer.live import Kept, LiveSending
 from ray_weightsync.trainer.native import EngineMaker, NativeEngines, Relaying, vllm_engine_maker
 from ray_weightsync.trainer.stock_trainer import stock_engine_maker
@@ -85,41 +87,60 @@ class SnapshotSender:
     ) -> None:
         self._session = session
         self._link = link
-        self._transport = settings.transport
+        self._settings = settings
         self._timeouts = settings.timeouts
         self._me = Process.this()
         self._writer = SlotWriter()
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._sent_plans: set[str] = set()
         self._engine_maker = engine_maker
-        self._native: NativeEngines | None = None
+        self._native: tuple[Transport, NativeEngines] | None = None
 
     def send(self, source: SourceLike, *, version: int | str, busy: Busy = "wait") -> SyncReport:
         """Stage and commit; the turn is kept in between."""
-        if (way := self._way()) is None:
-            return self._send(source, version, busy, None)
-        with way:
-            return self._send(source, version, busy, way)
+        way = self._settings.way or self._way(source)
+        if (live := self._live(way.transport)) is None:
+            return self._send(source, version, busy, way, None)
+        with live:
+            return self._send(source, version, busy, way, live)
 
-    def _way(self) -> LiveSending | None:
+    def _way(self, source: SourceLike) -> Way:
+        """How this round goes, where each one chooses. Without a GPU here there is one way, and nobody is asked.
+
+        Raises:
+            RoundAborted: if no transport reaches the engines.
+        """
+        facts = sender_facts(as_source(source))
+        if facts.current is None:
+            return Way(transport=self._settings.host, reason=f"auto: {not_from_gpu(facts)}")
+        way: Way = self._link.ask("choose_transport", facts, limit_s=self._timeouts.connect_s)
+        return way
+
+    def _live(self, transport: Transport) -> LiveSending | None:
         """How the bytes get straight to the engines in this round; None if by a snapshot."""
-        if isinstance(self._transport, Collective):
+        if isinstance(transport, Collective):
             stock: str | None = self._link.ask("stock_backend", limit_s=self._timeouts.connect_s)
             if stock is None:
-                return Broadcasting(self._link, self._transport, self._timeouts)
-            return self._relaying(Native(stock), partial(stock_engine_maker, self._transport, self._timeouts))
-        if isinstance(self._transport, Native):
-            return self._relaying(self._transport, partial(self._engine_maker, self._transport))
+                return Broadcasting(self._link, transport, self._timeouts)
+            return self._relaying(transport, Native(stock), partial(stock_engine_maker, transport, self._timeouts))
+        if isinstance(transport, Native):
+            return self._relaying(transport, transport, partial(self._engine_maker, transport))
         return None
 
-    def _relaying(self, native: Native, maker: Callable[[], EngineMaker]) -> Relaying:
-        if self._native is None:
-            self._native = NativeEngines(self._link, maker())
-        return Relaying(self._link, native, self._timeouts, self._native)
+    def _relaying(self, transport: Transport, native: Native, maker: Callable[[], EngineMaker]) -> Relaying:
+        if self._native is None or self._native[0] != transport:  # where each round chooses, the last one may have gone another way
+            self._end_native()
+            self._native = (transport, NativeEngines(self._link, maker()))
+        return Relaying(self._link, native, self._timeouts, self._native[1])
 
-    def _send(self, source: SourceLike, version: int | str, busy: Busy, live: LiveSending | None) -> SyncReport:
+    def _end_native(self) -> None:
+        if self._native is not None:
+            self._native[1].close()
+            self._native = None
+
+    def _send(self, source: SourceLike, version: int | str, busy: Busy, way: Way, live: LiveSending | None) -> SyncReport:
         began = time.monotonic()
-        weights, plan, ticket = self._open(source, version, busy, live)
+        weights, plan, ticket = self._open(source, version, busy, way, live)
         pending: Any = None
         if live is not None or (ticket.address is not None and ticket.address["overlap"]):
             pending = self._link.submit("commit", ticket.snapshot, None, True)
@@ -140,13 +161,13 @@ class SnapshotSender:
 
     def stage(self, source: SourceLike, *, version: int | str, busy: Busy = "wait") -> StagedWeights:
         """Return when the snapshot is sealed and no replica refused it: the trainer may go on."""
-        if not isinstance(self._transport, Host):
+        if not isinstance(self._settings.transport, Host | Auto):
             raise ConfigError(
                 "stage_weights needs the host transport: with others the engines receive while they are paused, and nothing is kept before",
                 hint="send_weights, or attach(..., transport='host')",
             )
         began = time.monotonic()
-        weights, plan, ticket = self._open(source, version, busy, None)
+        weights, plan, ticket = self._open(source, version, busy, None, None)
         sealed = self._pack(weights, plan, ticket, began, None, None)
         self._link.answer(
             self._link.submit("seal", ticket.snapshot, sealed, False),
@@ -178,14 +199,15 @@ class SnapshotSender:
     def close(self) -> None:
         """Unmap the slots, and shut a trainer engine down. Idempotent."""
         self._writer.close()
-        if self._native is not None:
-            self._native.close()
+        self._end_native()
 
     def _committed(self, pending: Any, ticket: Ticket, num_bytes: int) -> SyncReport:
         report: SyncReport = self._link.answer(pending, "commit", round_id=ticket.snapshot, limit_s=self._round_s(num_bytes))
         return report
 
-    def _open(self, source: SourceLike, version: int | str, busy: Busy, live: LiveSending | None) -> tuple[WeightSource, Plan, Ticket]:
+    def _open(
+        self, source: SourceLike, version: int | str, busy: Busy, way: Way | None, live: LiveSending | None
+    ) -> tuple[WeightSource, Plan, Ticket]:
         version_label(version)
         if busy not in ("wait", "raise"):
             raise ConfigError(f"busy must be 'wait' or 'raise', not {busy!r}")
@@ -195,24 +217,26 @@ class SnapshotSender:
         # It may have to wait for the round of another sender first.
         limit_s = 2 * (self._timeouts.staging_s(plan.num_bytes) + self._round_s(plan.num_bytes))
         offer = None if live is None else live.offer
-        ticket = None if plan.digest not in self._sent_plans else self._ticket(version, plan, None, node_id, busy, offer, limit_s)
+        ticket = None if plan.digest not in self._sent_plans else self._ticket(version, plan, None, node_id, busy, offer, way, limit_s)
         if ticket is None:  # the coordinator does not know this plan, forgot it among others, or is a successor
-            ticket = self._ticket(version, plan, plan.to_wire(), node_id, busy, offer, limit_s)
+            ticket = self._ticket(version, plan, plan.to_wire(), node_id, busy, offer, way, limit_s)
         assert ticket is not None, "it was given the plan"
         self._sent_plans.add(plan.digest)
         return weights, plan, ticket
 
-    def _ticket(self, version: int | str, plan: Plan, wire: Any, node_id: str, busy: Busy, offer: Any, limit_s: float) -> Ticket | None:
+    def _ticket(
+        self, version: int | str, plan: Plan, wire: Any, node_id: str, busy: Busy, offer: Any, way: Way | None, limit_s: float
+    ) -> Ticket | None:
         """The right to write a snapshot; None if the coordinator does not know the plan."""
         snapshot = uuid.uuid4().hex
-        pending = self._link.submit("open_snapshot", snapshot, version, plan.digest, wire, node_id, busy, self._me, offer)
+        pending = self._link.submit("open_snapshot", snapshot, version, plan.digest, wire, node_id, busy, self._me, offer, way)
         try:
             ticket: Ticket | None = self._link.wait(pending, "open_snapshot", limit_s=limit_s)
         except CoordinatorLost as lost:
             logger.warning("the coordinator of %s died when a round was opened; its successor is asked (%s)", self._session, lost)
             # Under another id: one that only seemed to be gone is not to give this one its turn later.
             self._link.ask("abandon", snapshot, "its sender lost the answer", limit_s=limit_s)
-            return None if wire is None else self._ticket(version, plan, wire, node_id, busy, offer, limit_s)
+            return None if wire is None else self._ticket(version, plan, wire, node_id, busy, offer, way, limit_s)
         except WeightSyncError:
             raise
         except BaseException as error:  # interrupted while it waited: it must not be given the turn later

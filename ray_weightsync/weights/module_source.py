@@ -59,6 +59,11 @@ class ModuleSource(SourceBase):
         self._buffers = as_patterns("buffers", buffers)
         self._entries()
 
+    @property
+    def device(self) -> torch.device | None:
+        """Where the module's first parameter is, or its first buffer; None if it has neither."""
+        return next((tensor.device for tensors in (self._module.parameters(), self._module.buffers()) for tensor in tensors), None)
+
     def tied_names(self) -> list[tuple[str, ...]]:
         """Groups of names, as sent before any transform, that share one tensor; found by storage."""
         entries = self._entries()

@@ -57,6 +57,11 @@ class SafetensorsSource(SourceBase):
         self._path = Path(path)
         self._entries()
 
+    @property
+    def device(self) -> torch.device:
+        """The CPU: files are read into host memory."""
+        return torch.device("cpu")
+
     def _entries(self) -> dict[Path, list[ParamMeta]]:
         found: dict[Path, list[ParamMeta]] = {}
         home: dict[str, Path] = {}

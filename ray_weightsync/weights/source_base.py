@@ -22,7 +22,8 @@ class WeightSource(Protocol):
     2. ``iter(source)`` starts a fresh pass each time and yields ``(name, tensor)``, each a full, plain tensor.
     3. Where yielding is a collective of several ranks, every rank iterates in the same order, in lockstep.
 
-    Optional: ``held_names()``, ``groups()`` and ``iter_groups()``, as vLLM has them.
+    Optional: ``held_names()``, ``groups()`` and ``iter_groups()``, as vLLM has them; and ``device``, where the tensors are that it yields,
+    which helps ``transport="auto"``.
     """
 
     def metadata(self) -> Sequence[ParamMetaLike]: ...
@@ -181,6 +182,11 @@ class SourceBase(ABC):
         self._transform = transform
         self._skip = as_patterns("skip", skip)
         self._reject_nonfinite = reject_nonfinite
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device | None:
+        """Where the weights are, as far as the first one tells; see `ray_weightsync.weights.placed.device_of`."""
 
     @abstractmethod
     def _declared(self) -> list[ParamMeta]:

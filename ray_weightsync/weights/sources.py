@@ -54,6 +54,11 @@ class StateDictSource(_SourceBase):
         self._mapping = mapping
         self._entries()
 
+    @property
+    def device(self) -> torch.device | None:
+        """Where the mapping's first tensor is; None if it has none."""
+        return next((value.device for value in self._mapping.values() if isinstance(value, torch.Tensor)), None)
+
     def _entries(self) -> dict[str, torch.Tensor]:
         entries = dict(self._mapping)
         for name in entries:

@@ -57,7 +57,7 @@ class RwsBackend(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[mi
         super().__init__(config, vllm_config, device, model)
         agreement = over_world_group(get_world_group())
         into = VLLMModel(vllm_config, device, model, agreement.world_size)
-        self.updates = WorkerUpdates(into, agreement, self.receivers(into), resident=resident)
+        self.updates = WorkerUpdates(into, agreement, self.receivers(into), resident=resident, device=device)
 
     def receivers(self, into: VLLMModel) -> Mapping[str, Receiver]:
         """This worker's receivers by their transport's name on the wire.

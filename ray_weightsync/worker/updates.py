@@ -24,10 +24,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
+
 from ray_weightsync.worker import payload
 from ray_weightsync.worker.answering import MARKER as MARKER
 from ray_weightsync.worker.answering import Then, answer
 from ray_weightsync.worker.course import ByReceivers, Chosen, Course, Delegate, receiver_of
+from ray_weightsync.worker.device import has_nccl, told_device
 from ray_weightsync.worker.identity import RESIDENT as RESIDENT
 from ray_weightsync.worker.identity import node_ip
 from ray_weightsync.worker.identity import package_version as package_version
@@ -39,6 +42,8 @@ from ray_weightsync.worker.seams import SoleRank as SoleRank
 
 logger = logging.getLogger(__name__)
 
+_CPU = torch.device("cpu")
+
 
 class WorkerUpdates:
     """One worker's part in updates. Calls come one at a time, as an engine's RPCs do; it is not thread-safe.
@@ -48,6 +53,7 @@ class WorkerUpdates:
         agreement: How this worker's words reach the other ranks.
         receivers: One receiver per transport this worker can receive from, by its name on the wire.
         resident: Tells which of ``"weights"`` and ``"kv_cache"`` are in memory now.
+        device: Where the model is.
     """
 
     def __init__(
@@ -57,11 +63,14 @@ class WorkerUpdates:
         receivers: Mapping[str, Receiver],
         *,
         resident: Callable[[], Sequence[str]] = lambda: RESIDENT,
+        device: torch.device = _CPU,
     ) -> None:
         self._model = model
         self._agreement = agreement
         self._receivers = dict(receivers)
         self._resident = resident
+        self._device = told_device(device)
+        self._nccl = has_nccl()
         self._plans = WorkerPlans(model)
         self._ours = ByReceivers(model, self._receivers, self._record)
         self._course: Course = self._ours
@@ -235,7 +244,7 @@ class WorkerUpdates:
             ``nonce``, ``rank``, ``world_size``, ``package_version``, ``plans`` (digests, oldest first), ``judging`` (digest, if
             there is more to judge), ``unjudged`` (by plan digest, what the structural check could not judge), ``update_open``,
             ``round`` and ``failure`` of the latest session, ``epoch`` (newest seen), ``resident``, ``incarnation`` (new in every
-            process), ``node_ip``, ``pid``.
+            process), ``node_ip``, ``pid``, ``device`` (its ``type``, and ``uuid`` of a GPU), ``nccl`` (whether nccl4py is installed).
         """
         session = self._session
         failures = list(session.failures) if session else []
@@ -267,6 +276,8 @@ class WorkerUpdates:
             "incarnation": self._incarnation,
             "node_ip": self._node_ip,
             "pid": os.getpid(),
+            "device": dict(self._device),
+            "nccl": self._nccl,
         }
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ray_weightsync.config import (
+    Auto,
     Collective,
     FailurePolicy,
     Host,
@@ -97,7 +98,8 @@ def test_values_are_frozen_and_picklable(value: Any) -> None:
 
 
 def test_a_transport_is_named_or_given() -> None:
-    assert as_transport("auto") == as_transport("host") == Host()
+    assert as_transport("auto") == Auto()
+    assert as_transport("host") == Host()
     assert as_transport(Host(overlap=True)) == Host(overlap=True)
     assert as_transport("collective") == Collective()
     assert as_transport(Collective(keep_snapshot=True)) == Collective(keep_snapshot=True)

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import socket
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
+
+import torch
 
 from ray_weightsync.config import Native
 from ray_weightsync.errors import ConfigError
@@ -132,6 +135,18 @@ class _Place:
         self._socket.close()
 
 
+def current_gpu() -> torch.device | None:
+    """The GPU that vLLM's trainer engines take all tensors to be on: this thread's current one. None without a GPU."""
+    cuda: Any = torch.cuda  # partly untyped
+    return torch.device("cuda", cuda.current_device()) if cuda.is_available() else None
+
+
+def on_device(pairs: Iterable[tuple[str, torch.Tensor]], device: torch.device | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """``pairs``, each tensor on ``device``: copied there if it is elsewhere, such as the rest of a module that is spread over several."""
+    for name, tensor in pairs:
+        yield name, tensor if device is None else tensor.to(device)
+
+
 def as_vllms(source: RoundSource) -> Any:
     """``source`` as one of vLLM's own ``WeightSource``, whose engines may ask for the defaults of that class."""
     from vllm.distributed.weight_transfer import base
@@ -141,7 +156,7 @@ def as_vllms(source: RoundSource) -> Any:
             return [base.ParamMeta(each.name, each.dtype, each.shape) for each in source.metadata()]
 
         def __iter__(self) -> Any:
-            return iter(source)
+            return on_device(source, current_gpu())
 
         def held_names(self) -> Any:
             told = getattr(source.given, "held_names", None)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ray_weightsync.engines.facts import EngineFacts, WorkerFacts, facts_of
+from ray_weightsync.engines.facts import DeviceFacts, EngineFacts, WorkerFacts, facts_of
 
 
 def worker(rank: int = 0, **fields: Any) -> dict[str, Any]:
@@ -99,6 +99,32 @@ class TestInStep:
         facts = facts_of(told(workers=None), "n")
         assert facts.in_step
         assert facts.workers == ()
+
+
+class TestDevices:
+    def test_a_gpu_is_the_same_whether_torch_or_the_management_library_names_it(self) -> None:
+        by_torch = worker(0, device={"type": "cuda", "uuid": "1b2c"}, nccl=True)
+        assert (
+            WorkerFacts.from_wire(by_torch).device
+            == DeviceFacts("cuda", "1b2c")
+            == DeviceFacts.from_wire({"type": "cuda", "uuid": "GPU-1b2c"})
+        )
+        assert WorkerFacts.from_wire(by_torch).nccl
+
+    @pytest.mark.parametrize("device", [None, "cuda", {}, {"uuid": "1b2c"}, {"type": None}])
+    def test_a_worker_that_tells_no_device_is_not_taken_to_be_on_one(self, device: Any) -> None:
+        assert WorkerFacts.from_wire(worker(0, device=device)).device is None
+        assert WorkerFacts.from_wire(worker(0)).device is None
+        assert not WorkerFacts.from_wire(worker(0, nccl="yes")).nccl
+
+    def test_the_cpu_has_no_identity(self) -> None:
+        assert WorkerFacts.from_wire(worker(0, device={"type": "cpu", "uuid": ""})).device == DeviceFacts("cpu")
+
+    def test_what_the_configuration_says_counts_for_all_workers_or_not_at_all(self) -> None:
+        device = {"type": "cuda", "uuid": "GPU-a"}
+        assert facts_of(told(devices=[device, device]), "n").devices == (DeviceFacts("cuda", "a"),) * 2
+        assert facts_of(told(devices=[device]), "n").devices == ()
+        assert facts_of(told(devices=None), "n").devices == facts_of(told(), "n").devices == ()
 
 
 def test_fields_of_a_later_package_version_are_ignored() -> None:

@@ -136,6 +136,44 @@ class TestLook:
         assert told["holders"] == ["other"]
 
 
+class TestDevices:
+    """Engines whose workers cannot be asked."""
+
+    def stock(self, *, tensor: int = 1, executor: Any = "uni", backend: str = "ipc", kind: str | None = "cuda", **parallel: Any) -> Any:
+        vllm_config = config(backend=backend, tensor=tensor, distributed_executor_backend=executor, **parallel)
+        if kind is not None:
+            vllm_config.device_config = SimpleNamespace(device_type=kind)
+        return vllm_config
+
+    @pytest.fixture
+    def platform(self, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+        module = types.ModuleType("vllm.platforms")
+        module.current_platform = SimpleNamespace(get_device_uuid=lambda rank: f"GPU-{rank}")  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "vllm.platforms", module)
+        return module.current_platform  # type: ignore[no-any-return]
+
+    def test_each_worker_is_on_the_gpu_that_vllm_gives_its_rank(self, platform: SimpleNamespace) -> None:
+        told = looked(FakeAsync(self.stock(tensor=2, executor="mp")))
+        assert told["devices"] == [{"type": "cuda", "uuid": "GPU-0"}, {"type": "cuda", "uuid": "GPU-1"}]
+        assert [device.uuid for device in facts_of({**told, "failed": {}}, "n").devices] == ["0", "1"]
+
+    def test_a_platform_that_does_not_tell_leaves_the_kind_of_device(self, platform: SimpleNamespace) -> None:
+        def refuse(rank: int) -> str:
+            raise NotImplementedError
+
+        platform.get_device_uuid = refuse
+        assert looked(FakeAsync(self.stock(kind="cpu")))["devices"] == [{"type": "cpu", "uuid": None}]
+
+    @pytest.mark.parametrize(
+        "changes", [{"executor": "ray"}, {"executor": None}, {"executor": type}, {"data_parallel_size": 2}, {"kind": None}]
+    )
+    def test_workers_that_may_be_elsewhere_are_not_told_of(self, platform: SimpleNamespace, changes: dict[str, Any]) -> None:
+        assert looked(FakeAsync(self.stock(**changes)))["devices"] is None
+
+    def test_workers_that_can_be_asked_are_asked_instead(self, platform: SimpleNamespace) -> None:
+        assert "devices" not in looked(FakeAsync(self.stock(backend="rws")))
+
+
 class TestExtension:
     def test_ours_is_known_by_its_name(self) -> None:
         assert has_extension(WORKER_EXTENSION)

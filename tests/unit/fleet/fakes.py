@@ -20,7 +20,7 @@ from ray_weightsync.fleet.coordinator import Coordinator
 from ray_weightsync.fleet.journal import Origin
 from ray_weightsync.fleet.replica import Replica
 from ray_weightsync.fleet.stores import Kept, StoreLost
-from ray_weightsync.fleet.values import Sealed, Settings, Ticket
+from ray_weightsync.fleet.values import Sealed, Settings, Ticket, Way
 from ray_weightsync.protocol.chain import StepByStep
 from ray_weightsync.protocol.channel import (
     FINISH,
@@ -539,7 +539,13 @@ class FakeFleet:
         await self.other.coordinator.hand_over(identities, to=self.name, limit_s=limit_s)
 
     async def open(
-        self, version: int | str, plan: Plan | None = None, *, sender: Process = ALIVE, offer: Meeting | Native | None = None
+        self,
+        version: int | str,
+        plan: Plan | None = None,
+        *,
+        sender: Process = ALIVE,
+        offer: Meeting | Native | None = None,
+        way: Way | None = None,
     ) -> Ticket:
         plan = plan if plan is not None else plan_of()
         return await self.coordinator.rounds.open(
@@ -551,6 +557,7 @@ class FakeFleet:
             busy="wait",
             sender=sender,
             offer=offer,
+            way=way,
         )
 
     async def send(self, version: int | str, *, digest: str | None = None, plan: Plan | None = None) -> Any:

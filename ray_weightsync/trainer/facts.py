@@ -1,0 +1,34 @@
+"""What a sender's process is, as far as it decides how its weights travel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+import torch
+
+from ray_weightsync.engines.facts import DeviceFacts
+from ray_weightsync.fleet.choosing import GPU, SenderFacts
+from ray_weightsync.weights.placed import device_of
+from ray_weightsync.weights.sources import WeightSource
+from ray_weightsync.worker.device import has_nccl, is_installed, told_device
+
+CPU = DeviceFacts("cpu")
+
+
+def sender_facts(source: WeightSource) -> SenderFacts:
+    """What decides of this process and of ``source``, which is read nowhere but in its first tensor's device; see `device_of`.
+
+    Where the source does not say, weights are taken to be on the current GPU, if there is one: a trainer that computes on a GPU keeps them
+    there. Should they be elsewhere, a transport that sends from the GPU copies them there first.
+    """
+    cuda: Any = torch.cuda  # partly untyped
+    current = DeviceFacts.from_wire(told_device(torch.device(GPU, cuda.current_device()))) if cuda.is_available() else None
+    device = device_of(source)
+    return SenderFacts(
+        node_id=ray.get_runtime_context().get_node_id(),
+        device=(current or CPU) if device is None else DeviceFacts.from_wire(told_device(device)) or CPU,
+        current=current,
+        nccl=has_nccl(),
+        vllm=is_installed("vllm"),
+    )

@@ -1,0 +1,156 @@
+"""How a coordinator chooses for its fleet as it is, and what the report says of it. Nothing is sent to GPUs here: the facts are made up."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from ray_weightsync.config import Auto, Collective, FailurePolicy, Host, Native
+from ray_weightsync.engines.facts import DeviceFacts
+from ray_weightsync.errors import AttachError, RoundAborted
+from ray_weightsync.fleet.choosing import SenderFacts
+from ray_weightsync.fleet.values import Way
+from tests.unit.fleet.fakes import FakeEngine, FakeFleet, sealed
+from tests.unit.fleet.test_broadcast_rounds import run
+
+MINE = DeviceFacts("cuda", "mine")
+SENDER = SenderFacts(node_id="node", device=MINE, current=MINE, nccl=True, vllm=True)
+
+
+class Placed(FakeEngine):
+    """An engine whose worker is on a made-up device; or on a backend of vLLM's own, whose workers cannot be asked."""
+
+    def __init__(self, label: str, uuid: str | None, *, backend: str = "rws") -> None:
+        super().__init__(label)
+        self.device = {"type": "cpu", "uuid": None} if uuid is None else {"type": "cuda", "uuid": uuid}
+        self.backend = backend
+
+    def _told(self, nonce: str) -> dict[str, Any]:
+        told = super()._told(nonce)
+        if self.backend != "rws":
+            return told | {"backend": self.backend, "workers": None, "devices": [self.device]}
+        (worker,) = told["workers"]
+        return told | {"workers": [worker | {"device": self.device, "nccl": True}]}
+
+
+def fleet_of(*engines: FakeEngine, **settings: Any) -> FakeFleet:
+    fleet = FakeFleet(len(engines), transport=Auto(), **settings)
+    fleet.engines = list(engines)
+    return fleet
+
+
+@pytest.mark.parametrize(
+    ("uuids", "transport", "why"),
+    [
+        (("a", "b"), Collective(keep_snapshot=True), "auto: every worker has a GPU of its own"),
+        (("mine", "mine"), Native("ipc"), "auto: all workers share the sender's GPU mine"),
+        (("a", None), Host(), "auto: r1 is on the CPU"),
+        (("a", "mine"), Host(), "auto: r1 share the sender's GPU"),
+    ],
+)
+def test_what_the_engines_tell_decides_and_none_is_asked_again(uuids: tuple[str | None, ...], transport: Any, why: str) -> None:
+    async def story() -> None:
+        fleet = await fleet_of(*(Placed(f"r{index}", uuid) for index, uuid in enumerate(uuids))).attach()
+        way = fleet.coordinator.choose_transport(SENDER)
+        assert way.transport == transport
+        assert way.reason.startswith(why)
+        assert not any(engine.calls for engine in fleet.engines)
+
+    run(story)
+
+
+def test_an_engine_that_comes_later_changes_the_choice_of_the_next_round() -> None:
+    async def story() -> None:
+        engine = Placed("r0", "a")
+        fleet = await fleet_of(engine).attach()
+        assert isinstance(fleet.coordinator.choose_transport(SENDER).transport, Collective)
+        engine.device = {"type": "cuda", "uuid": "mine"}
+        engine.restart()
+        await fleet.send(1)  # its preflight looks at every engine anew
+        assert fleet.coordinator.choose_transport(SENDER).transport == Native("ipc")
+
+    run(story)
+
+
+def test_the_report_names_the_way_of_its_own_round_and_why() -> None:
+    async def story() -> None:
+        fleet = await fleet_of(Placed("r0", None)).attach()
+        way = fleet.coordinator.choose_transport(SENDER)
+        ticket = await fleet.open(1, way=way)
+        report = await fleet.coordinator.rounds.commit(ticket.snapshot, sealed=sealed("digest"), holds_turn=True)
+        assert (report.transport, report.transport_reason) == ("host", "auto: r0 is on the CPU")
+        ticket = await fleet.open(2, way=Way(transport=Host(), reason="auto: another one"))
+        report = await fleet.coordinator.rounds.commit(ticket.snapshot, sealed=sealed("digest"), holds_turn=True)
+        assert report.transport_reason == "auto: another one"
+
+    run(story)
+
+
+def test_what_is_staged_goes_by_host_memory_and_says_so() -> None:
+    async def story() -> None:
+        fleet = await fleet_of(Placed("r0", "a")).attach()
+        report = await fleet.send(1)
+        assert (report.transport, report.transport_reason) == ("host", "auto: it is staged, and what is staged waits in host memory")
+
+    run(story)
+
+
+def test_what_heals_is_named_by_itself_and_not_by_what_was_asked_for() -> None:
+    async def story() -> None:
+        fleet = await fleet_of(Placed("r0", None), Placed("r1", None), on_failure=FailurePolicy(min_serving=1)).attach()
+        fleet.engines[1].faults["outcome"] = "raise"
+        await fleet.send(1)
+        report = await fleet.coordinator.repair.heal("r1")
+        assert (report.transport, report.transport_reason) == ("host", "what is kept is in host memory")
+
+    run(story)
+
+
+def test_engines_that_no_transport_reaches_are_named_before_anything_is_sent() -> None:
+    async def story() -> None:
+        fleet = await fleet_of(Placed("r0", "a", backend="ipc"), Placed("r1", "mine", backend="ipc")).attach()
+        with pytest.raises(RoundAborted, match=re.escape("r0 are not on the sender's GPU")) as caught:
+            fleet.coordinator.choose_transport(SENDER)
+        assert "vllm_engine_args" in str(caught.value)
+        assert str(caught.value).startswith("Nothing changed")
+
+    run(story)
+
+
+def test_an_engine_that_came_back_on_a_backend_of_vllms_own_does_not_decide_for_those_who_serve() -> None:
+    async def story() -> None:
+        fleet = await fleet_of(Placed("r0", "a"), Placed("r1", "b")).attach()
+        fleet.engines[1].restart()
+        fleet.engines[1].backend = "nccl"  # type: ignore[attr-defined]
+        await fleet.send(1)  # its preflight looks at every engine anew, and leaves this one out
+        assert fleet.coordinator.status().replicas[1].state == "QUARANTINED"
+        assert fleet.coordinator.choose_transport(SENDER).transport == Collective(keep_snapshot=True)
+
+    run(story)
+
+
+@pytest.mark.parametrize(("backend", "transport"), [("nccl", Collective()), ("ipc", Native("ipc"))])
+def test_engines_on_vllms_own_backends_may_be_attached_and_are_chosen_their_way(backend: str, transport: Any) -> None:
+    async def story() -> None:
+        fleet = await fleet_of(Placed("r0", "mine" if backend == "ipc" else "a", backend=backend)).attach()
+        assert fleet.coordinator.choose_transport(SENDER).transport == transport
+
+    run(story)
+
+
+def test_a_backend_that_no_round_chooses_is_refused_when_it_is_attached() -> None:
+    async def story() -> None:
+        with pytest.raises(AttachError, match="transport='native:sharded_rdt'"):
+            await fleet_of(Placed("r0", "a", backend="sharded_rdt")).attach()
+
+    run(story)
+
+
+def test_a_round_for_all_or_none_is_chosen_a_way_that_can_be_gone_back_from() -> None:
+    async def story() -> None:
+        fleet = await fleet_of(Placed("r0", "mine"), on_failure=FailurePolicy(after_start="all_or_none")).attach()
+        assert fleet.coordinator.choose_transport(SENDER).transport == Host()
+
+    run(story)
