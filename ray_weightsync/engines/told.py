@@ -56,6 +56,7 @@ def configured(config: Any) -> dict[str, Any]:
         "data_parallel_size": getattr(parallel, "data_parallel_size", None),
         # Of a dense model every data-parallel engine has rank 0; only the index tells them apart.
         "data_parallel_index": getattr(parallel, "data_parallel_index", getattr(parallel, "data_parallel_rank", None)),
+        "data_parallel_outside": any(getattr(parallel, f"data_parallel_{kind}_lb", False) for kind in ("external", "hybrid")),
         "num_workers": getattr(parallel, "world_size", None),
         "instance_id": getattr(config, "instance_id", None),
         "backend": getattr(transfer, "backend", None),

@@ -44,9 +44,10 @@ class WorkerUpdates:
 
     Args:
         model: The way into this worker's model.
-        agreement: How this worker's words reach the other ranks.
+        agreement: How this worker's words reach the other ranks of its engine.
         receivers: One receiver per transport this worker can receive from, by its name on the wire.
         resident: Tells which of ``"weights"`` and ``"kv_cache"`` are in memory now.
+        everyone: How the workers of all data-parallel engines agree on an outcome, where they can. None: as ``agreement``.
     """
 
     def __init__(
@@ -56,9 +57,11 @@ class WorkerUpdates:
         receivers: Mapping[str, Receiver],
         *,
         resident: Callable[[], Sequence[str]] = lambda: RESIDENT,
+        everyone: Agreement | None = None,
     ) -> None:
         self._model = model
         self._agreement = agreement
+        self._everyone = everyone or agreement
         self._receivers = dict(receivers)
         self._resident = resident
         self._plans = WorkerPlans(model)
@@ -83,6 +86,7 @@ class WorkerUpdates:
                 words after ``"rank N: "``, joined by ``"; "``.
         """
         limit_s = payload.AGREE_LIMIT_S
+        agreement = self._agreement
         words: str | None = None
         accepted: Judged | None = None
         try:
@@ -99,12 +103,14 @@ class WorkerUpdates:
                 else:
                     accepted = self._plans.judged(plan)
             elif op == "outcome":
+                # vLLM returns one data-parallel engine's answer and drops the others'. So whichever answers, answers for all.
+                agreement = self._everyone
                 words = self._verdict(info)
             else:
                 raise payload.Malformed(f"unknown op {op!r}; this worker knows 'see', 'judge', 'plan' and 'outcome'")
         except Exception as error:  # told through the agreement below; raising on one rank alone puts the engine out of step
             words = payload.words_of(error)
-        told = self._agree(words, limit_s)
+        told = self._agree(agreement, words, limit_s)
         if accepted is not None and not told:
             # Kept only when no rank refused: a worker that lists a plan which another rank cannot load would let the next
             # round skip its preflight.
@@ -112,11 +118,11 @@ class WorkerUpdates:
         if told and self._agreement.rank == self._agreement.world_size - 1:
             raise ValueError(MARKER + "; ".join(told))
 
-    def _agree(self, words: str | None, limit_s: float) -> list[str]:
-        """The complaints of all ranks, each after ``"rank N: "``."""
-        rank, world_size = self._agreement.rank, self._agreement.world_size
+    def _agree(self, agreement: Agreement, words: str | None, limit_s: float) -> list[str]:
+        """The complaints of all ranks of an agreement, each after ``"rank N: "``."""
+        rank, world_size = agreement.rank, agreement.world_size
         try:
-            everyone = self._agreement.gather(words, limit_s)
+            everyone = agreement.gather(words, limit_s)
         except Exception as error:
             # Even a broken agreement must not raise on a rank that is not the last. The last one finds this rank silent.
             logger.warning("rank %d cannot reach the other ranks", rank, exc_info=True)
@@ -201,8 +207,8 @@ class WorkerUpdates:
         If a plan is being judged here, this call does a piece of it; see `init`.
 
         Returns:
-            ``nonce``, ``rank``, ``world_size``, ``package_version``, ``plans`` (digests, oldest first), ``judging`` (digest, if
-            there is more to judge), ``unjudged`` (by plan digest, what the structural check could not judge), ``update_open``,
+            ``nonce``, ``rank``, ``world_size``, ``attesting`` (workers that an outcome here speaks for), ``package_version``, ``plans``
+            (digests, oldest first), ``judging`` (digest, if there is more to judge), ``unjudged`` (by plan digest, what the structural check could not judge), ``update_open``,
             ``round`` and ``failure`` of the latest session, ``epoch`` (newest seen), ``resident``, ``incarnation`` (new in every
             process), ``node_ip``, ``pid``.
         """
@@ -224,6 +230,7 @@ class WorkerUpdates:
             "nonce": nonce,
             "rank": self._agreement.rank,
             "world_size": self._agreement.world_size,
+            "attesting": self._everyone.world_size,
             "package_version": package_version(),
             "plans": self._plans.digests(),
             "judging": judging,
