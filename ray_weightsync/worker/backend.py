@@ -54,7 +54,7 @@ class RwsBackend(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[mi
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
         agreement, everyone = over_world_group(get_world_group(), vllm_config.parallel_config.world_size)
-        loader = VLLMModel(vllm_config, device, model, agreement.world_size)
+        loader = VLLMModel(vllm_config, device, model, everyone.world_size)
         self.updates = WorkerUpdates(loader, agreement, self.receivers(), resident=resident, everyone=everyone)
 
     def receivers(self) -> Mapping[str, Receiver]:

@@ -208,9 +208,9 @@ class WorkerUpdates:
 
         Returns:
             ``nonce``, ``rank``, ``world_size``, ``attesting`` (workers that an outcome here speaks for), ``package_version``, ``plans``
-            (digests, oldest first), ``judging`` (digest, if there is more to judge), ``unjudged`` (by plan digest, what the structural check could not judge), ``update_open``,
-            ``round`` and ``failure`` of the latest session, ``epoch`` (newest seen), ``resident``, ``incarnation`` (new in every
-            process), ``node_ip``, ``pid``.
+            (digests, oldest first), ``judging`` (digest, if there is more to judge), ``unjudged`` (by plan digest, what the structural
+            check could not judge), ``update_open``, ``round`` and ``failure`` of the latest session, ``epoch`` (newest seen),
+            ``resident``, ``incarnation`` (new in every process), ``node_ip``, ``pid``.
         """
         session = self._session
         failures = list(session.failures) if session else []

@@ -43,8 +43,9 @@ class StockSender:
     """Rank 0 of a group with the workers of engines on vLLM's ``nccl`` backend. A context manager.
 
     It can be met from the moment it is made: at a port that stays its own, or by an NCCL unique id where all can read one (vLLM 0.30).
-    Then, in this order: every replica gets `init_info`, all at once, while `join` runs here; for each transfer every replica gets ``start_weight_update`` and ``update_weights`` with `update_info`, all at
-    once, while `send` runs here; when both are over, ``finish_weight_update``.
+    Then, in this order: every replica gets `init_info`, all at once, while `join` runs here; for each transfer every replica gets
+    ``start_weight_update`` and ``update_weights`` with `update_info`, all at once, while `send` runs here; when both are over,
+    ``finish_weight_update``.
 
     Args:
         form: How transfers are cut.

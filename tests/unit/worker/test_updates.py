@@ -590,7 +590,7 @@ class TestManyRanks:
         ranks = Ranks(2, engines_of_one=True)
         ranks.workers[1].model.problems = ["too wide"]
         ranks.workers[0].plan()
-        with pytest.raises(ValueError, match="^rws: rank 0: .*too wide"):
+        with pytest.raises(ValueError, match=r"^rws: rank 0: .*too wide"):
             ranks.workers[1].plan()
 
     @pytest.mark.parametrize("rank", [0, 1])
