@@ -53,12 +53,14 @@ class LayerwiseReload:
         # On an accelerator a tied weight is one tensor, and loading it under one name loads it under both. On a CPU each of its
         # layers keeps a repacked copy of its own, which only its own name reaches.
         self.aliases = aliases_of((name, each) for name, each in named if each.device.type != "cpu")
+        self._expert_kernels: list[tuple[Any, Any]] = []
 
     def start(self) -> None:
         """Put the model's parameters on meta and collect from now on. Leftovers of an earlier session are flushed first."""
         if self._layers_open():
             logger.warning("an earlier weight update was left open in this worker; it is flushed")
             self.flush()
+        self._expert_kernels = _take_expert_kernels(self._model)
         initialize_layerwise_reload(self._model)
 
     def finish(self) -> None:
@@ -73,8 +75,7 @@ class LayerwiseReload:
             self.flush()
             raise RuntimeError(f"{_named(stale)} got no weights at all")
         try:
-            finalize_layerwise_reload(self._model, self._model_config)
-            self._require_clean()
+            self._finalize()
         except BaseException as error:
             try:
                 self.flush()
@@ -96,7 +97,16 @@ class LayerwiseReload:
                 # To vLLM's finalize this layer now looks as if it had been given nothing: it puts the old tensors back.
                 info.load_numel = 0
                 info.loaded_weights.clear()
-        finalize_layerwise_reload(self._model, self._model_config)
+        self._finalize()
+
+    def _finalize(self) -> None:
+        try:
+            finalize_layerwise_reload(self._model, self._model_config)
+        finally:
+            for method, kernel in self._expert_kernels:
+                if method.moe_kernel is None:  # its layer was not loaded
+                    method.moe_kernel = kernel
+            self._expert_kernels = []
         self._require_clean()
 
     def _require_clean(self) -> None:
@@ -123,6 +133,22 @@ class LayerwiseReload:
             if any(parameter.numel() and not is_optional(each) and each not in self.aliases for each, parameter in parameters.items()):
                 stale.append(name or "the model")
         return stale
+
+
+def _take_expert_kernels(model: torch.nn.Module) -> list[tuple[Any, Any]]:
+    """Make every layer of experts on a CPU set itself up anew when it is loaded; returns what each had.
+
+    vLLM packs experts for its CPU kernels only while it makes the kernel (seen on 0.32): a layer that has one would compute with weights
+    that were not packed, without a word. On an accelerator graphs have captured the kernel, and what it needs is done at each load.
+    """
+    found = []
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        kernel = getattr(method, "moe_kernel", None)
+        if kernel is not None and {each.device.type for each in layer.parameters(recurse=False)} == {"cpu"}:
+            found.append((method, kernel))
+            method.moe_kernel = None
+    return found
 
 
 def _named(names: list[str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -235,6 +236,27 @@ def test_workers_that_do_not_come_are_a_timeout_that_says_where_they_were_awaite
             sender.join(limit_s=LIMIT_S)
         recorder.gate.set()
     assert recorder.closed == 1  # it came late, and did not stay
+
+
+@pytest.mark.parametrize("vllm", [(0, 28), (0, 32)], ids=["at_a_socket", "by_a_unique_id"])
+def test_a_join_that_fails_raises_at_once_though_engines_still_wait_for_it(recorder: Recorder, vllm: tuple[int, int]) -> None:
+    def join(*_: Any) -> Recorder:
+        raise GroupError("vLLM finds no NCCL library here")
+
+    still_waiting = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        engine = pool.submit(still_waiting.wait, LIMIT_S)  # an engine's init, which nothing ends
+        try:
+            began = time.monotonic()
+            sender = StockSender(
+                FORMS[0], world_size=3, vllm=vllm, address="127.0.0.1", device=CPU, communicator=join, unique_id=lambda: bytes(128)
+            )
+            with sender, pytest.raises(GroupError, match="no NCCL library"):
+                sender.join(limit_s=LIMIT_S)
+            assert time.monotonic() - began < LIMIT_S / 3
+            assert not engine.done()
+        finally:
+            still_waiting.set()
 
 
 def test_each_replica_is_told_the_place_where_the_sender_listens_already(recorder: Recorder) -> None:

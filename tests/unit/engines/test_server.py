@@ -130,6 +130,13 @@ def test_a_server_of_one_data_parallel_rank_is_refused_with_what_to_start_instea
     assert "attach that one" in str(raised.value)
 
 
+def test_a_server_is_believed_about_its_workers_and_another_number_is_an_error_with_both() -> None:
+    with serving(Server(ranks=2)) as url:
+        assert attached(url, world_size=2).world_size == 2
+        with pytest.raises(AttachError, match=r"it has 2 workers .*EngineRef\(world_size=4\) was given"):
+            attached(url, world_size=4)
+
+
 def test_a_router_is_refused_because_reads_of_its_identity_differ() -> None:
     with serving(Server("i-1"), Server("i-2")) as url, pytest.raises(AttachError, match="is not one server") as raised:
         attached(url, id="gen")
