@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 
 import ray_weightsync as rws
 from tests.vllm import support
@@ -102,6 +103,36 @@ def test_a_load_that_fails_in_either_engine_inside_is_named_by_its_rank_fences_t
             sync.send_weights(pairs_b, version="torn")
         experts.rpc("rws_test_heal")
         sync.send_weights(pairs_b, version="b")
+        assert tokens_at(experts.handle) == fresh_b
+
+
+STACKED = {
+    "experts.gate_up_proj": ("experts.{expert}.w1.weight", "experts.{expert}.w3.weight"),
+    "experts.down_proj": ("experts.{expert}.w2.weight",),
+}
+
+
+def stacked(pairs: Pairs) -> Pairs:
+    """The checkpoint as some trainers hold it: all experts of a layer in one tensor, gate and up projection in one."""
+    held = {name: tensor for name, tensor in pairs.items() if ".experts." not in name}
+    for prefix in sorted({name.partition(".experts.")[0] for name in pairs if ".experts." in name}):
+        w1, w2, w3 = (
+            torch.stack([pairs[f"{prefix}.experts.{expert}.{each}.weight"] for expert in range(4)]) for each in ("w1", "w2", "w3")
+        )
+        held |= {f"{prefix}.experts.gate_up_proj": torch.cat([w1, w3], dim=1), f"{prefix}.experts.down_proj": w2}
+    return held
+
+
+def test_stacked_experts_are_refused_by_name_and_served_when_they_are_split(
+    experts: Driver, models: tuple[str, str], fresh_a: Any, fresh_b: Any
+) -> None:
+    pairs_a, pairs_b = map(support.checkpoint, models)
+    with attach(experts) as sync:
+        sync.send_weights(pairs_a, version="a")
+        with pytest.raises(rws.RoundAborted, match=r"experts\.(gate_up|down)_proj"):
+            sync.send_weights(stacked(pairs_b), version="stacked")
+        assert (experts.call("get_weight_version"), tokens_at(experts.handle)) == ("a", fresh_a)
+        sync.send_weights(rws.StateDictSource(stacked(pairs_b), transform=rws.split_experts(STACKED)), version="split")
         assert tokens_at(experts.handle) == fresh_b
 
 
