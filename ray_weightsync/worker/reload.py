@@ -143,7 +143,7 @@ def _take_expert_kernels(model: torch.nn.Module) -> list[tuple[Any, Any]]:
     """
     found = []
     for layer in model.modules():
-        method = getattr(layer, "quant_method", None)
+        method: Any = getattr(layer, "quant_method", None)
         kernel = getattr(method, "moe_kernel", None)
         if kernel is not None and {each.device.type for each in layer.parameters(recurse=False)} == {"cpu"}:
             found.append((method, kernel))
