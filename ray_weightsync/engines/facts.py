@@ -85,8 +85,8 @@ class EngineFacts:
             ``"client"`` whatever is behind a user's own `VLLMWeightSyncClient`.
         world_size: Workers behind it, tensor x pipeline (x context) x data parallel.
         data_parallel_index: Which data-parallel engine of its deployment it is.
-        data_parallel_outside: Whether other data-parallel engines of its deployment are driven elsewhere: vLLM's external and hybrid
-            load balancing.
+        data_parallel_outside: Whether other data-parallel engines of its deployment are driven elsewhere, as under vLLM's external and
+            hybrid load balancing.
         incarnation: Changes when the process or the engine in it is a new one, also behind the same actor handle or URL.
         node_id: Ray's id of the node that its actor runs on.
         actor_id: Ray's id of its actor.

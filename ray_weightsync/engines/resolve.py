@@ -185,10 +185,10 @@ def unfit(facts: EngineFacts, ref: EngineRef, *, own_actor: bool = False) -> tup
     if facts.data_parallel_outside:
         # Seen on vLLM 0.32: pause waits until all have been asked to pause, resume holds the engine until all have resumed.
         return (
-            f"it is one of {facts.data_parallel_size} data-parallel engines under external or hybrid load balancing, "
-            "which pause and resume only all together: one that fails or is healed would hold up all others",
+            f"it drives only some of its deployment's {facts.data_parallel_size} data-parallel engines (external or hybrid load balancing, "
+            "or an offline rank), which pause and resume only all together: one that fails or is healed would hold up all others",
             "start the deployment as one engine that drives all its data-parallel ranks (data_parallel_size=N without data_parallel_rank, "
-            "--data-parallel-external-lb or --data-parallel-hybrid-lb; its other nodes --headless), and attach that one",
+            "VLLM_DP_RANK, --data-parallel-external-lb or --data-parallel-hybrid-lb; its other nodes --headless), and attach that one",
         )
     if not facts.workers:
         found = "its workers lack our worker extension, so they cannot be asked what they hold"

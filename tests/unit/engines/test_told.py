@@ -113,9 +113,11 @@ class TestLook:
         assert (told["num_workers"], told["tensor_parallel_size"], told["backend"]) == (2, 2, "rws")
         assert (told["instance_id"], told["kv_connector"], told["extension"]) == ("i-1", "Shelf", True)
 
-    @pytest.mark.parametrize("kind", ["external", "hybrid"])
-    def test_other_data_parallel_engines_of_its_deployment_that_it_does_not_drive_are_told(self, kind: str) -> None:
-        told = looked(FakeAsync(config(data_parallel_size=4, data_parallel_index=1, **{f"data_parallel_{kind}_lb": True})))
+    @pytest.mark.parametrize(
+        "how", [{"data_parallel_external_lb": True}, {"data_parallel_hybrid_lb": True}, {"data_parallel_rank_local": 0}]
+    )
+    def test_other_data_parallel_engines_of_its_deployment_that_it_does_not_drive_are_told(self, how: dict[str, Any]) -> None:
+        told = looked(FakeAsync(config(data_parallel_size=4, data_parallel_index=1, **how)))
         facts = facts_of({**told, "failed": {}}, "n")
         assert (facts.data_parallel_size, facts.data_parallel_index, facts.data_parallel_outside) == (4, 1, True)
         assert looked(FakeAsync(config(data_parallel_size=4)))["data_parallel_outside"] is False

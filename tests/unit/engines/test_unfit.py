@@ -53,7 +53,7 @@ def test_an_engine_started_with_our_arguments_fits() -> None:
         ),
         (
             facts(data_parallel_size=2, world_size=2, data_parallel_outside=True, workers=(attesting(2),)),
-            "one of 2 data-parallel engines under external or hybrid load balancing, which pause and resume only all together",
+            "only some of its deployment's 2 data-parallel engines (external or hybrid load balancing, or an offline rank)",
             "one engine that drives all its data-parallel ranks",
         ),
         (facts(in_step=False, step_problem="reply 1 is late"), "out of step with the calls (reply 1 is late)", "start a new engine"),

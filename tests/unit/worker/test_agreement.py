@@ -116,6 +116,8 @@ class TestOverWorldGroup:
         assert together(own[:2], ["a", "b"]) == [["a", "b"]] * 2  # type: ignore[arg-type]
         assert together(own[2:], ["c", "d"]) == [["c", "d"]] * 2  # type: ignore[arg-type]
         assert together(everyone, list("abcd")) == [list("abcd")] * 4  # type: ignore[arg-type]
+        silent = "did not answer the other ranks within 0.2 s"
+        assert together([own[0], own[3]], ["a", "d"], limit_s=0.2) == [["a", silent], [silent, "d"]]  # type: ignore[list-item]
         assert [(each.rank, each.world_size) for each in own] == [(0, 2), (1, 2)] * 2
 
     def test_data_parallel_engines_of_one_worker_ask_nobody_until_all_agree(self, store: dist.TCPStore) -> None:
