@@ -59,6 +59,7 @@ class WorkerFacts:
         judging: Digest of the plan that it is still judging, a piece with each question.
         unjudged: By plan digest, what its structural check could not judge.
         resident: Which of ``"weights"`` and ``"kv_cache"`` are in memory.
+        attesting: Workers that its engine's outcome speaks for, those of other data-parallel engines included; 0 if it did not say.
         failure: What went wrong in its latest session, if anything did.
         device: Where its part of the model is.
         nccl: Whether nccl4py is installed there.
@@ -76,6 +77,7 @@ class WorkerFacts:
     failure: str | None = None
     epoch: int = 0
     resident: tuple[str, ...] = ()
+    attesting: int = 0
     incarnation: str = ""
     node_ip: str = ""
     pid: int = 0
@@ -111,6 +113,8 @@ class EngineFacts:
             ``"client"`` whatever is behind a user's own `VLLMWeightSyncClient`.
         world_size: Workers behind it, tensor x pipeline (x context) x data parallel.
         data_parallel_index: Which data-parallel engine of its deployment it is.
+        data_parallel_outside: Whether other data-parallel engines of its deployment are driven elsewhere, as under vLLM's external and
+            hybrid load balancing.
         incarnation: Changes when the process or the engine in it is a new one, also behind the same actor handle or URL.
         node_id: Ray's id of the node that its actor runs on.
         actor_id: Ray's id of its actor.
@@ -134,6 +138,7 @@ class EngineFacts:
     pipeline_parallel_size: int | None = None
     data_parallel_size: int | None = None
     data_parallel_index: int | None = None
+    data_parallel_outside: bool | None = None
     node_id: str | None = None
     actor_id: str | None = None
     pid: int | None = None
@@ -176,6 +181,7 @@ def facts_of(told: Mapping[str, Any], nonce: str) -> EngineFacts:
         pipeline_parallel_size=pipeline,
         data_parallel_size=data,
         data_parallel_index=told.get("data_parallel_index"),
+        data_parallel_outside=told.get("data_parallel_outside"),
         node_id=told.get("node_id"),
         actor_id=told.get("actor_id"),
         pid=told.get("pid"),

@@ -118,6 +118,7 @@ async def _told_by_server(channel: HTTPChannel, nonce: str) -> dict[str, Any]:
         "pipeline_parallel_size": parallel.get("pipeline_parallel_size"),
         "data_parallel_size": parallel.get("data_parallel_size"),
         "data_parallel_index": parallel.get("data_parallel_index"),
+        "data_parallel_outside": told_in_actor.data_parallel_outside(parallel),
         "num_workers": await channel.call(WORLD_SIZE, include_dp=False),
         "instance_id": config.get("instance_id"),
         "backend": _part(config, "weight_transfer_config").get("backend"),

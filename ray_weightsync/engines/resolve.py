@@ -186,16 +186,26 @@ def unfit(facts: EngineFacts, ref: EngineRef, *, own_actor: bool = False) -> tup
             f"it is a synchronous LLM on vLLM's own {facts.backend!r} backend: a request could run in the middle of an update",
             f"hold an AsyncLLM, or {OUR_ARGS}",
         )
-    if facts.data_parallel_size is not None and facts.data_parallel_size > 1:
+    if facts.data_parallel_outside:
+        # Seen on vLLM 0.32: pause waits until all have been asked to pause, resume holds the engine until all have resumed.
         return (
-            f"it is data parallel ({facts.data_parallel_size}); its workers cannot all be asked, so nothing could be attested",
-            "start one engine per data-parallel rank, each with data_parallel_size=1, and attach them all",
+            f"it drives only some of its deployment's {facts.data_parallel_size} data-parallel engines (external or hybrid load balancing, "
+            "or an offline rank), which pause and resume only all together: one that fails or is healed would hold up all others",
+            "start the deployment as one engine that drives all its data-parallel ranks (data_parallel_size=N without data_parallel_rank, "
+            "VLLM_DP_RANK, --data-parallel-external-lb or --data-parallel-hybrid-lb; its other nodes --headless), and attach that one",
         )
     if facts.is_stock:
         return None  # nothing of ours is in it; which backends a session can serve is for the session to say
     if not facts.workers:
         found = "its workers lack our worker extension, so they cannot be asked what they hold"
         return (found, f"{OUR_ARGS}; an extension of your own must derive from ray_weightsync.engines.plugin.WorkerExtension")
+    if (facts.data_parallel_size or 1) > 1 and any(worker.attesting != facts.world_size for worker in facts.workers):
+        # vLLM runs the ranks of a dense model as engines that share nothing, and returns the answers of the first.
+        return (
+            f"it is {facts.data_parallel_size} data-parallel engines that know nothing of each other, "
+            "and only the first one's workers answer, so what the others hold could not be attested",
+            f"start {facts.data_parallel_size} independent engines without data_parallel_size, and attach them all",
+        )
     ours = package_version()
     theirs = sorted({worker.package_version for worker in facts.workers})
     if theirs != [ours]:

@@ -12,7 +12,7 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
 # Functions and constants, not their modules: whatever a travelling function refers to travels with it.
@@ -58,6 +58,7 @@ def configured(config: Any) -> dict[str, Any]:
         "data_parallel_size": getattr(parallel, "data_parallel_size", None),
         # Of a dense model every data-parallel engine has rank 0; only the index tells them apart.
         "data_parallel_index": getattr(parallel, "data_parallel_index", getattr(parallel, "data_parallel_rank", None)),
+        "data_parallel_outside": data_parallel_outside(vars(parallel)),
         "num_workers": getattr(parallel, "world_size", None),
         "instance_id": getattr(config, "instance_id", None),
         "backend": getattr(transfer, "backend", None),
@@ -84,6 +85,17 @@ def devices(config: Any) -> list[dict[str, Any]] | None:
             uuid = None
         found.append({"type": kind, "uuid": uuid})
     return found
+
+
+def data_parallel_outside(parallel: Mapping[str, Any]) -> bool:
+    """Whether the deployment has data-parallel engines that this one does not drive, by the fields of vLLM's ``ParallelConfig``.
+
+    So it is under external and hybrid load balancing, and for an offline `LLM` of one rank (``VLLM_DP_RANK``), which alone has a local
+    rank in the configuration that its user sees.
+    """
+    balanced_elsewhere = any(parallel.get(f"data_parallel_{kind}_lb") for kind in ("external", "hybrid"))
+    of_one_rank = parallel.get("data_parallel_rank_local") is not None and (parallel.get("data_parallel_size") or 1) > 1
+    return balanced_elsewhere or of_one_rank
 
 
 def has_extension(name: Any) -> bool:

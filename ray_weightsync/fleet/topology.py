@@ -85,15 +85,8 @@ class Group:
         raise KeyError(f"{replica} is not in the group: {self.table()}")
 
     def init_payload(self, replica: str) -> dict[str, Any]:
-        """Where a replica's workers stand: ``rank_offset`` and ``world_size``."""
+        """Where a replica's workers stand: ``rank_offset`` and ``world_size``, as our receiver and `StockFormat.init_info` take them."""
         return {"rank_offset": self.member(replica).rank_offset, "world_size": self.world_size}
-
-    def nccl_init_payload(self, replica: str, *, master_address: str, master_port: int) -> dict[str, Any]:
-        """The ``init_info`` of vLLM's ``nccl`` backend for one replica: `NCCLWeightTransferInitInfo` of vLLM 0.28 and later.
-
-        Where a unique id is carried instead of a store (0.30), ``nccl_unique_id_b64`` takes the place of the address and the port.
-        """
-        return {"master_address": master_address, "master_port": master_port, **self.init_payload(replica)}
 
     def table(self) -> str:
         """The ranks in one line, such as ``group of 4: 0 sender | 1-2 r0 (TP 2) | 3 r1``."""

@@ -39,12 +39,14 @@ class StoreAgreement:
         store: Its own connection to the store: a wait holds the connection, and must hold up nobody else's.
         rank: This rank, from 0.
         world_size: Number of ranks. Each must construct one of these, and call `gather` equally often.
+        name: Of those who agree, where several agreements go through one store.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int) -> None:
+    def __init__(self, store: Store, rank: int, world_size: int, name: str = "rws") -> None:
         self.rank = rank
         self.world_size = world_size
         self._store = store
+        self._name = name
         self._calls = 0
 
     def gather(self, words: str | None, limit_s: float) -> list[str | None]:
@@ -71,9 +73,8 @@ class StoreAgreement:
         words = json.loads(self._store.get(key))
         return None if words is None else str(words)
 
-    @staticmethod
-    def _key(call: int, rank: int) -> str:
-        return f"rws/{call}/{rank}"
+    def _key(self, call: int, rank: int) -> str:
+        return f"{self._name}/{call}/{rank}"
 
 
 class _WorldGroup(Protocol):
@@ -84,8 +85,22 @@ class _WorldGroup(Protocol):
     cpu_group: Any  # a ProcessGroup; its get_group_store() and the store's clone() are not in torch's type stubs
 
 
-def over_world_group(group: _WorldGroup) -> Agreement:
-    """The agreement of the workers in vLLM's world group; no group at all is touched where there is one worker."""
+def over_world_group(group: _WorldGroup, engine_size: int) -> tuple[Agreement, Agreement]:
+    """The agreement of one engine's workers, and that of all in vLLM's world group; no group is touched where there is one worker.
+
+    They differ where the data-parallel engines of a mixture-of-experts model share one world group. Only their outcome is agreed on by
+    all: while they serve, a worker that waits for another engine's would hold up the step that the other one is in.
+
+    Args:
+        group: vLLM's world group in this worker.
+        engine_size: Workers of one engine, tensor x pipeline (x context) parallel; they follow one another in the group.
+    """
     if group.world_size == 1:
-        return SoleRank()
-    return StoreAgreement(group.cpu_group.get_group_store().clone(), group.rank_in_group, group.world_size)
+        return SoleRank(), SoleRank()
+    store, rank = group.cpu_group.get_group_store(), group.rank_in_group
+    everyone = StoreAgreement(store.clone(), rank, group.world_size)
+    if engine_size == group.world_size:
+        return everyone, everyone
+    index, rank_in_engine = divmod(rank, engine_size)
+    own = SoleRank() if engine_size == 1 else StoreAgreement(store.clone(), rank_in_engine, engine_size, f"rws-engine-{index}")
+    return own, everyone

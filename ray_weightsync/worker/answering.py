@@ -1,4 +1,4 @@
-"""How a call is answered by all ranks of an engine: each takes its steps, they agree, and the last one raises for all of them."""
+"""How ranks answer a call together: each takes its steps, and hears of the others' complaints after each."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ from ray_weightsync.worker.seams import Agreement
 
 logger = logging.getLogger(__name__)
 
-MARKER = "rws: "
-"""Starts the text of every error raised here, so that it is found inside whatever an engine wraps around it."""
-
 Then = Callable[[], None] | None
 """What is left to be done once no rank complains."""
 
 
-def answer(agreement: Agreement, info: Mapping[str, Any], *steps: Callable[[Mapping[str, Any]], Then]) -> None:
+def complaints(agreement: Agreement, info: Mapping[str, Any], *steps: Callable[[Mapping[str, Any]], Then]) -> list[str]:
     """Take ``steps``, and after each hear the complaints of all ranks; if there are none, do what the step returned.
 
     Every rank takes every step, whatever became of the one before: they must agree equally often.
@@ -28,9 +25,8 @@ def answer(agreement: Agreement, info: Mapping[str, Any], *steps: Callable[[Mapp
         info: The call's payload. Its ``limit_s``, in seconds, is for each step's agreement.
         steps: May raise.
 
-    Raises:
-        ValueError: on the last rank, when any rank has something to complain about: `MARKER`, then each such rank's words after
-            ``"rank N: "``, joined by ``"; "``.
+    Returns:
+        Each complaint after ``"rank N: "``, the same on every rank.
     """
     told: list[str] = []
     for step in steps:
@@ -42,15 +38,14 @@ def answer(agreement: Agreement, info: Mapping[str, Any], *steps: Callable[[Mapp
             then = step(info)
         except Exception as error:  # told through the agreement below; raising on one rank alone puts the engine out of step
             words = payload.words_of(error)
-        complaints = _complaints(agreement, words, limit_s)
-        if then is not None and not complaints:
+        heard = _heard(agreement, words, limit_s)
+        if then is not None and not heard:
             then()
-        told += [each for each in complaints if each not in told]
-    if told and agreement.rank == agreement.world_size - 1:
-        raise ValueError(MARKER + "; ".join(told))
+        told += [each for each in heard if each not in told]
+    return told
 
 
-def _complaints(agreement: Agreement, words: str | None, limit_s: float) -> list[str]:
+def _heard(agreement: Agreement, words: str | None, limit_s: float) -> list[str]:
     """The complaints of all ranks, each after ``"rank N: "``."""
     try:
         everyone = agreement.gather(words, limit_s)

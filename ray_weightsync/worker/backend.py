@@ -55,9 +55,9 @@ class RwsBackend(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[mi
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
-        agreement = over_world_group(get_world_group())
-        into = VLLMModel(vllm_config, device, model, agreement.world_size)
-        self.updates = WorkerUpdates(into, agreement, self.receivers(into), resident=resident, device=device)
+        agreement, everyone = over_world_group(get_world_group(), vllm_config.parallel_config.world_size)
+        into = VLLMModel(vllm_config, device, model, everyone.world_size)
+        self.updates = WorkerUpdates(into, agreement, self.receivers(into), resident=resident, device=device, everyone=everyone)
 
     def receivers(self, into: VLLMModel) -> Mapping[str, Receiver]:
         """This worker's receivers by their transport's name on the wire.

@@ -54,11 +54,20 @@ class LayerwiseReload:
         # On an accelerator a tied weight is one tensor, and loading it under one name loads it under both. On a CPU each of its
         # layers keeps a repacked copy of its own, which only its own name reaches.
         self.aliases = aliases_of((name, each) for name, each in named if each.device.type != "cpu")
+        self._expert_kernels: list[tuple[Any, Any]] = []
 
-    def start(self) -> None:
-        """Put the model's parameters on meta and collect from now on. Leftovers of an earlier session are flushed first."""
+    def start(self, begin: Callable[[], None] | None = None) -> None:
+        """Put the model's parameters on meta and collect from now on. Leftovers of an earlier session are flushed first.
+
+        Args:
+            begin: Does so in place of vLLM's ``initialize_layerwise_reload``, as whoever loads needs it.
+        """
         self.clear()
-        initialize_layerwise_reload(self._model)
+        self._expert_kernels = _take_expert_kernels(self._model)
+        if begin is None:
+            initialize_layerwise_reload(self._model)
+        else:
+            begin()
 
     def clear(self) -> None:
         """Flush what an earlier session left open, if anything.
@@ -69,6 +78,8 @@ class LayerwiseReload:
         if self._layers_open():
             logger.warning("an earlier weight update was left open in this worker; it is flushed")
             self.flush()
+        else:
+            self._give_expert_kernels_back()
 
     def finish(self, complete: Callable[[], None] | None = None, *, every_layer: bool = True) -> None:
         """Process the layers that were not complete on their own (padded ones, attention) and end the session.
@@ -86,11 +97,7 @@ class LayerwiseReload:
             self.flush()
             raise RuntimeError(f"{_named(stale)} got no weights at all")
         try:
-            if complete is None:
-                finalize_layerwise_reload(self._model, self._model_config)
-            else:
-                complete()
-            self.require_clean()
+            self._end(complete)
         except BaseException as error:
             try:
                 self.flush()
@@ -112,8 +119,23 @@ class LayerwiseReload:
                 # To vLLM's finalize this layer now looks as if it had been given nothing: it puts the old tensors back.
                 info.load_numel = 0
                 info.loaded_weights.clear()
-        finalize_layerwise_reload(self._model, self._model_config)
+        self._end()
+
+    def _end(self, complete: Callable[[], None] | None = None) -> None:
+        try:
+            if complete is None:
+                finalize_layerwise_reload(self._model, self._model_config)
+            else:
+                complete()
+        finally:
+            self._give_expert_kernels_back()
         self.require_clean()
+
+    def _give_expert_kernels_back(self) -> None:
+        for method, kernel in self._expert_kernels:
+            if method.moe_kernel is None:  # its layer was not loaded
+                method.moe_kernel = kernel
+        self._expert_kernels = []
 
     def require_clean(self) -> None:
         """Raise unless the model is as whole as it was before the first session.
@@ -144,6 +166,22 @@ class LayerwiseReload:
             if any(parameter.numel() and not is_optional(each) and each not in self.aliases for each, parameter in parameters.items()):
                 stale.append(name or "the model")
         return stale
+
+
+def _take_expert_kernels(model: torch.nn.Module) -> list[tuple[Any, Any]]:
+    """Make every layer of experts on a CPU set itself up anew when it is loaded; returns what each had.
+
+    vLLM packs experts for its CPU kernels only while it makes the kernel (seen on 0.32): a layer that has one would compute with weights
+    that were not packed, without a word. On an accelerator graphs have captured the kernel, and what it needs is done at each load.
+    """
+    found = []
+    for layer in model.modules():
+        method: Any = getattr(layer, "quant_method", None)
+        kernel = getattr(method, "moe_kernel", None)
+        if kernel is not None and {each.device.type for each in layer.parameters(recurse=False)} == {"cpu"}:
+            found.append((method, kernel))
+            method.moe_kernel = None
+    return found
 
 
 def _named(names: list[str]) -> str:

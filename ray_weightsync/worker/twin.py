@@ -70,7 +70,7 @@ def check_on_twin(
         model: A live vLLM model, loaded, with no reload session open.
         plan: Names, dtypes and shapes as the model's ``load_weights`` is to be given them.
         restored: What a reload would put into each module of ``model``.
-        world_size: Workers of this engine.
+        world_size: Workers that may share a tensor: this engine's, and experts lie on those of other data-parallel engines as well.
         aliases: Parameters that live in the memory of others, with the names of those: what the others are given, these have too.
         shared: The same, also where each name has to be loaded all the same (see `LayerwiseReload`).
     """

@@ -27,8 +27,7 @@ from typing import Any
 import torch
 
 from ray_weightsync.worker import payload
-from ray_weightsync.worker.answering import MARKER as MARKER
-from ray_weightsync.worker.answering import Then, answer
+from ray_weightsync.worker.answering import Then, complaints
 from ray_weightsync.worker.course import ByReceivers, Chosen, Course, Delegate, receiver_of
 from ray_weightsync.worker.device import has_nccl, told_device
 from ray_weightsync.worker.identity import RESIDENT as RESIDENT
@@ -42,6 +41,9 @@ from ray_weightsync.worker.seams import SoleRank as SoleRank
 
 logger = logging.getLogger(__name__)
 
+MARKER = "rws: "
+"""Starts the text of every error raised here, so that it is found inside whatever an engine wraps around it."""
+
 _CPU = torch.device("cpu")
 
 
@@ -50,10 +52,11 @@ class WorkerUpdates:
 
     Args:
         model: The way into this worker's model.
-        agreement: How this worker's words reach the other ranks.
+        agreement: How this worker's words reach the other ranks of its engine.
         receivers: One receiver per transport this worker can receive from, by its name on the wire.
         resident: Tells which of ``"weights"`` and ``"kv_cache"`` are in memory now.
         device: Where the model is.
+        everyone: How the workers of all data-parallel engines agree on an outcome, where they can. None: as ``agreement``.
     """
 
     def __init__(
@@ -64,9 +67,11 @@ class WorkerUpdates:
         *,
         resident: Callable[[], Sequence[str]] = lambda: RESIDENT,
         device: torch.device = _CPU,
+        everyone: Agreement | None = None,
     ) -> None:
         self._model = model
         self._agreement = agreement
+        self._everyone = everyone or agreement
         self._receivers = dict(receivers)
         self._resident = resident
         self._device = told_device(device)
@@ -99,11 +104,17 @@ class WorkerUpdates:
             ValueError: on the last rank, when any rank has something to complain about: `MARKER`, then each such rank's
                 words after ``"rank N: "``, joined by ``"; "``.
         """
-        if isinstance(info, Mapping) and info.get("op") == "native":
+        op = info.get("op") if isinstance(info, Mapping) else None
+        if op == "native":
             # In two steps: none goes to meet the sender, who waits for all of them, if another cannot.
-            answer(self._agreement, info, self._prepare, self._join)
+            told = complaints(self._agreement, info, self._prepare, self._join)
+        elif op == "outcome":
+            # vLLM returns one data-parallel engine's answer and drops the others'. So whichever answers, answers for all.
+            told = complaints(self._everyone, info, self._carry_out)
         else:
-            answer(self._agreement, info, self._carry_out)
+            told = complaints(self._agreement, info, self._carry_out)
+        if told and self._agreement.rank == self._agreement.world_size - 1:
+            raise ValueError(MARKER + "; ".join(told))
 
     def _carry_out(self, info: Mapping[str, Any]) -> Then:
         op = payload.text(info, "op")
@@ -241,10 +252,11 @@ class WorkerUpdates:
         If a plan is being judged here, this call does a piece of it; see `init`.
 
         Returns:
-            ``nonce``, ``rank``, ``world_size``, ``package_version``, ``plans`` (digests, oldest first), ``judging`` (digest, if
-            there is more to judge), ``unjudged`` (by plan digest, what the structural check could not judge), ``update_open``,
-            ``round`` and ``failure`` of the latest session, ``epoch`` (newest seen), ``resident``, ``incarnation`` (new in every
-            process), ``node_ip``, ``pid``, ``device`` (its ``type``, and ``uuid`` of a GPU), ``nccl`` (whether nccl4py is installed).
+            ``nonce``, ``rank``, ``world_size``, ``attesting`` (workers that an outcome here speaks for), ``package_version``, ``plans``
+            (digests, oldest first), ``judging`` (digest, if there is more to judge), ``unjudged`` (by plan digest, what the structural
+            check could not judge), ``update_open``, ``round`` and ``failure`` of the latest session, ``epoch`` (newest seen),
+            ``resident``, ``incarnation`` (new in every process), ``node_ip``, ``pid``, ``device`` (its ``type``, and ``uuid`` of a
+            GPU), ``nccl`` (whether nccl4py is installed).
         """
         session = self._session
         failures = list(session.failures) if session else []
@@ -264,6 +276,7 @@ class WorkerUpdates:
             "nonce": nonce,
             "rank": self._agreement.rank,
             "world_size": self._agreement.world_size,
+            "attesting": self._everyone.world_size,
             "package_version": package_version(),
             "plans": self._plans.digests(),
             "judging": judging,

@@ -17,6 +17,7 @@ import torch
 
 from ray_weightsync.transports.collective.stock import StockSender
 from ray_weightsync.transports.collective.stock_format import StockFormat, update_info
+from ray_weightsync.transports.collective.stock_meeting import oldest_release, takes_unique_id
 from ray_weightsync.weights.digest import weights_digest
 from ray_weightsync.weights.plan import Plan
 from ray_weightsync.weights.sources import StateDictSource
@@ -56,13 +57,23 @@ for _ in range(2):
 """
 
 
+def this_vllm() -> tuple[int, int] | None:
+    from importlib.metadata import version
+
+    return oldest_release([version("vllm")])
+
+
+@pytest.mark.parametrize("by_unique_id", [True, False], ids=["by_unique_id", "at_a_socket"])
 @pytest.mark.parametrize("form", [StockFormat(packed_buffer_size_bytes=1 << 20), StockFormat(packed=False)], ids=["packed", "one_by_one"])
-def test_vllms_own_receiver_holds_the_bytes_that_were_sent(form: StockFormat) -> None:
+def test_vllms_own_receiver_holds_the_bytes_that_were_sent(form: StockFormat, by_unique_id: bool) -> None:
+    vllm = this_vllm() if by_unique_id else None
+    if by_unique_id and not takes_unique_id(vllm):
+        pytest.skip(f"vLLM {vllm} joins at a socket only")
     generator = torch.Generator().manual_seed(0)
     shapes = [(300, 7), (0, 4), (5000,), (3_000_000,), (64, 64)]
     source = StateDictSource({f"t{n}": torch.randn(shape, generator=generator).cuda(0) for n, shape in enumerate(shapes)})
     plan = Plan.from_metadata(source.metadata())
-    with StockSender(form, world_size=2) as sender, ThreadPoolExecutor(1) as pool:
+    with StockSender(form, world_size=2, vllm=vllm) as sender, ThreadPoolExecutor(1) as pool:
         told = json.dumps([sender.init_info(rank_offset=1, world_size=2), update_info(plan)])
         receiving = pool.submit(
             subprocess.run,

@@ -23,6 +23,7 @@ FOLDER = Path(__file__).parent
 OWN_ENGINES = {
     "test_a_server.py",
     "test_a_sync_llm.py",
+    "test_data_parallel.py",
     "test_engines_actor.py",
     "test_fault_kit.py",
     "test_placed_engine.py",

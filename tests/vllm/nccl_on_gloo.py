@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from vllm.distributed.device_communicators import pynccl
+from vllm.distributed.device_communicators import pynccl, pynccl_wrapper
 from vllm.distributed.weight_transfer import packed_tensor
 
 LIMIT = timedelta(seconds=600)
@@ -50,12 +50,25 @@ class GlooCommunicator:
     disabled = False
 
     def __init__(self, group: Any, device: Any, library_path: str | None = None) -> None:
+        self._join(group.store, group.rank, group.world_size)
+
+    @classmethod
+    def from_unique_id_bytes(cls, unique_id_bytes: bytes, rank: int, world_size: int, device: Any) -> GlooCommunicator:
+        """Meet in the store whose port the id is, and reduce one element, as vLLM's does as soon as it has joined."""
+        self = cls.__new__(cls)
+        self._join(MINTED.get(unique_id_bytes) or dist.TCPStore("127.0.0.1", port_in(unique_id_bytes), timeout=LIMIT), rank, world_size)
+        ones = torch.ones(1)
+        self._group.allreduce([ones], dist.AllreduceOptions()).wait()
+        assert ones.item() == world_size
+        return self
+
+    def _join(self, store: Any, rank: int, world_size: int) -> None:
         backend: Any = dist.ProcessGroupGloo  # its options are not in torch's type stubs
         options = backend._Options()
         options._timeout = LIMIT
         options._threads = 1
         options._devices = [backend.create_device(hostname="127.0.0.1", lazy_init=False)]
-        self._group = backend(dist.PrefixStore("gloo", group.store), group.rank, group.world_size, options)
+        self._group = backend(dist.PrefixStore("gloo", store), rank, world_size, options)
 
     def broadcast(self, tensor: torch.Tensor, src: int, stream: Any = None) -> None:
         if tensor.numel() == 0:
@@ -69,6 +82,27 @@ class GlooCommunicator:
 
     def destroy(self) -> None:
         self._group = None
+
+
+MINTED: dict[bytes, dist.TCPStore] = {}
+"""The stores of the ids that were made here. As with NCCL, whoever made an id has to live until all have joined."""
+
+
+class GlooLibrary:
+    """The face of ``NCCLLibrary`` that makes unique ids."""
+
+    def ncclGetUniqueId(self) -> Any:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=LIMIT)
+        unique_id = b"port %d" % store.port
+        MINTED[unique_id.ljust(128, b"\0")] = store
+        made = pynccl_wrapper.ncclUniqueId()
+        for place, byte in enumerate(unique_id):
+            made.internal[place] = byte
+        return made
+
+
+def port_in(unique_id: bytes) -> int:
+    return int(unique_id.rstrip(b"\0").removeprefix(b"port "))
 
 
 def stand_in_for_workers() -> None:
@@ -90,6 +124,7 @@ def stand_in_for_the_trainer() -> None:
     """In a process that has no engine."""
     cuda: Any = torch.cuda
     cuda.Stream, cuda.Event, cuda.set_device = Stream, Event, lambda device: None
+    pynccl_wrapper.NCCLLibrary = GlooLibrary
 
 
 stand_in_for_workers()

@@ -17,6 +17,7 @@ import torch
 from ray_weightsync.protocol.ray_client import RayVLLMWeightSyncClient
 from ray_weightsync.transports.collective.stock import StockSender
 from ray_weightsync.transports.collective.stock_format import StockFormat
+from ray_weightsync.transports.collective.stock_meeting import oldest_release
 from ray_weightsync.weights.plan import Plan
 from ray_weightsync.weights.sources import StateDictSource
 from tests.vllm import support
@@ -26,6 +27,11 @@ EXTENSION = "tests.vllm.nccl_on_gloo.Extension"
 
 class StockEngine(support.Holder):
     """An actor with the four verbs of vLLM's protocol, as vLLM's own examples have them."""
+
+    def vllm_version(self) -> str:
+        from vllm import __version__
+
+        return str(__version__)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -78,8 +84,14 @@ class Trainer:
         nccl_on_gloo.stand_in_for_the_trainer()
         self._reached, self._released = threading.Event(), threading.Event()
 
-    def open(self, world_size: int, form: StockFormat) -> None:
-        self._sender = StockSender(form, world_size=world_size, address="127.0.0.1", device=torch.device("cpu"))
+    def open(self, world_size: int, form: StockFormat, vllm: tuple[int, int] | None = None) -> None:
+        self._sender = StockSender(form, world_size=world_size, vllm=vllm, address="127.0.0.1", device=torch.device("cpu"))
+
+    def oldest_release(self, versions: list[str | None]) -> tuple[int, int] | None:
+        """Of the engines' vLLM and this process's own."""
+        from vllm import __version__
+
+        return oldest_release([*versions, __version__])
 
     def init_info(self, **ranks: int) -> dict[str, Any]:
         return self._sender.init_info(**ranks)

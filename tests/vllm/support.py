@@ -47,8 +47,8 @@ def engine_env(tensor_parallel_size: int) -> dict[str, str]:
 
 
 @ray.remote(num_cpus=0)
-def _write_llama(path: str, seed: int, overrides: dict[str, Any]) -> None:
-    from transformers import AutoModelForCausalLM, LlamaConfig
+def _write(config_class: str, path: str, seed: int, overrides: dict[str, Any]) -> None:
+    import transformers
 
     torch.manual_seed(seed)
     shape: dict[str, Any] = {
@@ -63,7 +63,8 @@ def _write_llama(path: str, seed: int, overrides: dict[str, Any]) -> None:
         "initializer_range": 0.08,
         "dtype": torch.bfloat16,
     }
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**(shape | overrides)))
+    config = getattr(transformers, config_class)(**(shape | overrides))
+    model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):  # all ones in every fresh model: a stale one would not be noticed
@@ -73,7 +74,14 @@ def _write_llama(path: str, seed: int, overrides: dict[str, Any]) -> None:
 
 def tiny_llama(path: Path, seed: int, **overrides: Any) -> str:
     """Write a random Llama (7 MB) as a checkpoint to ``path``; ``overrides`` are fields of its ``LlamaConfig``."""
-    ray.get(_write_llama.remote(str(path), seed, overrides), timeout=CALL_LIMIT_S)
+    ray.get(_write.remote("LlamaConfig", str(path), seed, overrides), timeout=CALL_LIMIT_S)
+    return str(path)
+
+
+def tiny_mixtral(path: Path, seed: int) -> str:
+    """Write a random mixture of four experts as a checkpoint to ``path``."""
+    shape = {"intermediate_size": 256, "num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+    ray.get(_write.remote("MixtralConfig", str(path), seed, shape), timeout=CALL_LIMIT_S)
     return str(path)
 
 

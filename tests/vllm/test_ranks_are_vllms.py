@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ray_weightsync.fleet.topology import Group, Shape, group_of
+from ray_weightsync.transports.collective.stock_format import StockFormat
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
 
@@ -50,7 +51,7 @@ def joined(nccl_common: Any, group: Group, shape: Shape, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(nccl_common, "stateless_init_process_group", join)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
-    payload = group.nccl_init_payload(shape.id, master_address=ADDRESS, master_port=PORT)
+    payload = StockFormat().init_info({"master_address": ADDRESS, "master_port": PORT}, **group.init_payload(shape.id))
     init_info = nccl_common.NCCLWeightTransferInitInfo(**payload)
     workers = (shape.tensor_parallel_size or 1) * (shape.pipeline_parallel_size or 1)
     indices = range(shape.data_parallel_size or 1) if shape.deployment is None else [shape.data_parallel_index]

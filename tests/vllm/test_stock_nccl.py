@@ -15,6 +15,7 @@ import ray
 
 from ray_weightsync.fleet.topology import Group, Shape, group_of
 from ray_weightsync.transports.collective.stock_format import StockFormat, update_info
+from ray_weightsync.transports.collective.stock_meeting import takes_unique_id
 from tests.vllm import support
 from tests.vllm.conftest import Checkpoints
 from tests.vllm.stock_trainer import kill_engine, start_stock_engine, start_trainer
@@ -44,9 +45,10 @@ class Stock:
         """Call every engine; the answers are still to come."""
         return [engine.call.remote(verb, *args) for engine in self.engines.values()]
 
-    def join(self, form: StockFormat) -> None:
-        self.told([self.trainer.open.remote(GROUP.world_size, form)])
+    def join(self, form: StockFormat, vllm: tuple[int, int] | None = None) -> None:
+        self.told([self.trainer.open.remote(GROUP.world_size, form, vllm)])
         infos = self.told([self.trainer.init_info.remote(**GROUP.init_payload(replica)) for replica in self.engines])
+        assert all(("nccl_unique_id_b64" in info) == takes_unique_id(vllm) for info in infos)
         inits = [engine.call.remote("init_weight_transfer_engine", info) for engine, info in zip(self.engines.values(), infos, strict=True)]
         self.told([self.trainer.join.remote(LIMIT_S), *inits])
 
@@ -95,6 +97,20 @@ def test_stock_engines_serve_what_our_sender_broadcast_and_so_does_the_way_back_
         stock.end()
         assert stock.tokens() == fresh
     stock.leave()
+
+
+def test_engines_that_take_a_unique_id_meet_by_one_again_and_again(stock: Stock, checkpoints: Checkpoints, fresh_b: Tokens) -> None:
+    versions = stock.told([engine.vllm_version.remote() for engine in stock.engines.values()])
+    (oldest,) = stock.told([stock.trainer.oldest_release.remote(versions)])
+    if not takes_unique_id(oldest):
+        pytest.skip(f"vLLM {oldest} joins at a socket only")
+    for checkpoint, fresh in ((checkpoints.b, fresh_b), (checkpoints.a, stock.fresh_a)):
+        stock.join(PACKED, oldest)
+        receiving = stock.begin(checkpoint)
+        stock.told([stock.trainer.send.remote(checkpoint, LIMIT_S), *receiving])
+        stock.end()
+        assert stock.tokens() == fresh
+        stock.leave()
 
 
 @pytest.mark.parametrize("packed_buffer_size_bytes", [PACKED.packed_buffer_size_bytes, 0], ids=["packed", "one_by_one"])

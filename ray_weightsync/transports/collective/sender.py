@@ -19,6 +19,7 @@ from ray_weightsync.transports.collective.group_store import FAREWELL_S, Answer
 from ray_weightsync.transports.collective.handover import Handover
 from ray_weightsync.transports.collective.member import FAILED_FAREWELL_S, Member
 from ray_weightsync.transports.collective.rendezvous import SENDER, GroupError, Rendezvous
+from ray_weightsync.transports.collective.slot_buffers import SlotBuffers
 from ray_weightsync.weights.copying import copy_hashed_in_pieces, copy_hashed_into
 from ray_weightsync.weights.packing import Packed, pack_each
 from ray_weightsync.weights.plan import Plan, TensorSpec
@@ -114,9 +115,7 @@ class _Packer:
         self._thread = thread
         self._on_packed = on_packed
         self._bucket_bytes = rendezvous.bucket_bytes
-        self._device = thread.device
-        self._buffers: dict[int, torch.Tensor] = {}
-        self._buffer_bytes = min(rendezvous.bucket_bytes, plan.num_bytes)
+        self._buffers = SlotBuffers(min(rendezvous.bucket_bytes, plan.num_bytes), thread.device)
         self._places = iter([(bucket, spec is bucket.tensors[-1]) for bucket in cut(plan, self._bucket_bytes) for spec in bucket.tensors])
         self._open: tuple[int, torch.Tensor] | None = None
 
@@ -147,9 +146,7 @@ class _Packer:
 
     def _buffer(self, num_bytes: int) -> tuple[int, torch.Tensor]:
         slot = self._thread.wait(self._pieces.reserve)
-        if slot not in self._buffers:
-            self._buffers[slot] = torch.empty(self._buffer_bytes, dtype=torch.uint8, device=self._device)
-        return slot, self._buffers[slot][:num_bytes]
+        return slot, self._buffers.piece(slot, num_bytes)
 
     def _hand_on(self, slot: int, piece: torch.Tensor, start: int) -> None:
         if self._on_packed is not None:

@@ -9,7 +9,6 @@ replaces those. When a receiver or the deadline ends a transfer, the group is lo
 from __future__ import annotations
 
 import logging
-import socket
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -20,9 +19,10 @@ from ray_weightsync.errors import ConfigError
 from ray_weightsync.transports.collective.communicator import Communicator
 from ray_weightsync.transports.collective.deadline import Deadline
 from ray_weightsync.transports.collective.handover import Handover
-from ray_weightsync.transports.collective.rendezvous import GroupError, address_of, listening
+from ray_weightsync.transports.collective.rendezvous import GroupError, address_of
 from ray_weightsync.transports.collective.stock_format import VIEWS_SCALARS_SINCE, StockFormat, check
-from ray_weightsync.transports.collective.stock_nccl import VllmCommunicator
+from ray_weightsync.transports.collective.stock_meeting import Means, Meeting, at_socket, by_unique_id, takes_unique_id
+from ray_weightsync.transports.collective.stock_nccl import VllmCommunicator, new_unique_id
 from ray_weightsync.transports.collective.stock_packing import StockPacker, broadcast_all
 from ray_weightsync.transports.collective.stock_thread import OwnerThread
 from ray_weightsync.weights.packing import Packed, pack_each
@@ -35,28 +35,33 @@ logger = logging.getLogger(__name__)
 CLOSE_LIMIT_S = 10.0
 """Seconds for the communicator to let go; vLLM gives its own abort 5."""
 
-Join = Callable[[socket.socket, int, torch.device, float], Communicator]
-"""Meets the workers as rank 0: the listening socket, which it takes over; ranks in the group; where the buffers are; a limit in seconds."""
+Join = Callable[[Means, int, torch.device, float], Communicator]
+"""Meets the workers as rank 0: what it joins with; ranks in the group; where the buffers are; a limit in seconds."""
 
 
 class StockSender:
     """Rank 0 of a group with the workers of engines on vLLM's ``nccl`` backend. A context manager.
 
-    It listens from the moment it is made, on a port that stays its own. Then, in this order: every replica gets `init_info`, all at once,
-    while `join` runs here; for each transfer every replica gets ``start_weight_update`` and ``update_weights`` with `update_info`, all at
-    once, while `send` runs here; when both are over, ``finish_weight_update``.
+    It can be met from the moment it is made: at a port that stays its own, or by an NCCL unique id where all can read one (vLLM 0.30).
+    Then, in this order: every replica gets `init_info`, all at once, while `join` runs here; for each transfer every replica gets
+    ``start_weight_update`` and ``update_weights`` with `update_info`, all at once, while `send` runs here; when both are over,
+    ``finish_weight_update``.
 
     Args:
         form: How transfers are cut.
         world_size: Ranks in the group, this one included.
-        interface: Network interface whose address the workers are told, such as ``"eth0"``.
+        vllm: Major and minor of the oldest vLLM in the group, this process's included; see `oldest_release`. It decides how they meet.
+            None: not known, they meet at a socket.
+        interface: Network interface whose address the workers are told, such as ``"eth0"``, if they meet at a socket.
         address: The address itself. Without either, the one by which this machine reaches others.
         device: Where the buffers are. None: the current GPU.
         communicator: What joins. vLLM's own, so vLLM has to be importable here: its receivers do, as they join, what only the same code
             is sure to match, and its rendezvous takes a socket that is bound already.
+        unique_id: What makes a unique id, if they meet by one.
 
     Raises:
         ConfigError: without a GPU; or if the interface or the address is not this machine's.
+        GroupError: if vLLM finds no NCCL here to make a unique id.
     """
 
     def __init__(
@@ -64,10 +69,12 @@ class StockSender:
         form: StockFormat,
         *,
         world_size: int,
+        vllm: tuple[int, int] | None = None,
         interface: str | None = None,
         address: str | None = None,
         device: torch.device | None = None,
         communicator: Join = VllmCommunicator,
+        unique_id: Callable[[], bytes] = new_unique_id,
     ) -> None:
         if world_size < 2:
             raise ConfigError(f"a group of the sender and at least one worker has a world_size of 2 or more, not {world_size}")
@@ -75,10 +82,12 @@ class StockSender:
         self.world_size = world_size
         self._device = device or _current_gpu()
         self._join = communicator
-        self._address = address_of(interface) if interface is not None else address or node_ip()
-        self._socket = listening(self._address)
-        self._port: int = self._socket.getsockname()[1]
-        self._owner = OwnerThread(f"rws-stock-{self._port}")
+        self._meeting: Meeting
+        if takes_unique_id(vllm):
+            self._meeting = by_unique_id(unique_id())
+        else:
+            self._meeting = at_socket(address_of(interface) if interface is not None else address or node_ip())
+        self._owner = OwnerThread("rws-stock")
         self._communicator: Communicator | None = None
         self._pieces: Handover[torch.Tensor] | None = None
         self._lost: str | None = None
@@ -92,8 +101,7 @@ class StockSender:
         """
         if world_size != self.world_size:
             raise GroupError(f"these ranks are of a group of {world_size}, the sender's is of {self.world_size}")
-        where: dict[str, Any] = {"master_address": self._address, "master_port": self._port}
-        return self.form.init_info(**where, rank_offset=rank_offset, world_size=world_size)
+        return self.form.init_info(self._meeting.told, rank_offset=rank_offset, world_size=world_size)
 
     def join(self, *, limit_s: float) -> None:
         """Meet all workers, which are in ``init_weight_transfer_engine`` meanwhile.
@@ -112,7 +120,7 @@ class StockSender:
             self._lose(f"joining failed: {words_of(error)}")
             if isinstance(error, TimeoutError):
                 raise TimeoutError(
-                    f"waited {limit_s:.1f} s at {self._address}:{self._port} for the engines' {self.world_size - 1} workers to join; "
+                    f"waited {limit_s:.1f} s {self._meeting.shown} for the engines' {self.world_size - 1} workers to join; "
                     "those that did are stuck until they are killed"
                 ) from error
             raise
@@ -171,13 +179,13 @@ class StockSender:
         if self._closed:
             return
         self._closed = True
-        self._socket.close()
+        self._meeting.close()
         if self._communicator is not None:
             self._communicator.abort()
         try:
             self._owner.submit(self._leave).result(CLOSE_LIMIT_S)
         except TimeoutError:
-            logger.warning("a call into the group at %s:%d does not return; its thread is left behind", self._address, self._port)
+            logger.warning("a call into the group that met %s does not return; its thread is left behind", self._meeting.shown)
             self._owner.stop(0.0)  # should it return after all, the thread ends
             return
         self._owner.stop(CLOSE_LIMIT_S)
@@ -189,7 +197,7 @@ class StockSender:
         self.close()
 
     def _meet(self, limit_s: float) -> None:
-        communicator = self._join(self._socket, self.world_size, self._device, limit_s)
+        communicator = self._join(self._meeting.means, self.world_size, self._device, limit_s)
         self._communicator = communicator
         if self._lost is not None:  # nobody waits for it any more
             self._leave()

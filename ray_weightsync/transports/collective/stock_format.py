@@ -6,6 +6,7 @@ together). How a transfer is cut is said once, when the group is made; each upda
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -49,10 +50,9 @@ class StockFormat:
         """The tensors of each broadcast, in order; they lie in it end to end, without padding."""
         return packed_cuts(plan, self.packed_buffer_size_bytes) if self.packed else tuple((spec,) for spec in plan.tensors)
 
-    def init_info(self, *, master_address: str, master_port: int, rank_offset: int, world_size: int) -> dict[str, Any]:
-        """The ``init_info`` of one replica: where the sender is met, with which ranks, and how transfers are cut."""
-        where = {"master_address": master_address, "master_port": master_port}
-        return {**where, "rank_offset": rank_offset, "world_size": world_size, **asdict(self)}
+    def init_info(self, meeting: Mapping[str, Any], *, rank_offset: int, world_size: int) -> dict[str, Any]:
+        """The ``init_info`` of one replica: how the sender is met (`Meeting.told`), with which ranks, and how transfers are cut."""
+        return {**meeting, "rank_offset": rank_offset, "world_size": world_size, **asdict(self)}
 
 
 def update_info(plan: Plan) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from ray_weightsync.transports.collective.deadline import Deadline
 from ray_weightsync.transports.collective.group_store import Answer
 from ray_weightsync.transports.collective.handover import Handover
 from ray_weightsync.transports.collective.rendezvous import SENDER, GroupError
+from ray_weightsync.transports.collective.slot_buffers import SlotBuffers
 from ray_weightsync.transports.collective.stock_format import StockFormat, largest_cut
 from ray_weightsync.weights.copying import copy_hashed_into
 from ray_weightsync.weights.plan import Plan, TensorSpec
@@ -23,10 +24,8 @@ class StockPacker:
 
     def __init__(self, pieces: Handover[torch.Tensor], plan: Plan, form: StockFormat, device: torch.device, deadline: Deadline) -> None:
         self._pieces = pieces
-        self._device = device
         self._deadline = deadline
-        self._buffer_bytes = largest_cut(plan, form)
-        self._buffers: dict[int, torch.Tensor] = {}
+        self._buffers = SlotBuffers(largest_cut(plan, form), device)
         self._left = deque((sum(each.nbytes for each in cut), spec, spec is cut[-1]) for cut in form.cuts(plan) for spec in cut)
         self._open: tuple[int, torch.Tensor] | None = None
         self._used = 0
@@ -73,9 +72,7 @@ class StockPacker:
 
     def _buffer(self, num_bytes: int) -> tuple[int, torch.Tensor]:
         slot = self._wait(self._pieces.reserve)
-        if slot not in self._buffers:
-            self._buffers[slot] = torch.empty(self._buffer_bytes, dtype=torch.uint8, device=self._device)
-        return slot, self._buffers[slot][:num_bytes]
+        return slot, self._buffers.piece(slot, num_bytes)
 
     def _wait(self, wait: Callable[[float], Answer | None]) -> Answer:
         answer = wait(self._deadline.left_s)

@@ -33,6 +33,7 @@ Pairs = Iterable[tuple[str, torch.Tensor]]
 class Reload(Protocol):
     """What is used of `ray_weightsync.worker.reload.LayerwiseReload`."""
 
+    def start(self, begin: Callable[[], None] | None = None) -> None: ...
     def clear(self) -> None: ...
     def finish(self, complete: Callable[[], None] | None = None, *, every_layer: bool = True) -> None: ...
     def require_clean(self) -> None: ...
@@ -82,8 +83,7 @@ class Guard:
 
     def start(self) -> None:
         """Flush what was left open, then as the backend does."""
-        self._into.reload.clear()
-        self._backend.start_weight_update()
+        self._into.reload.start(self._backend.start_weight_update)
         self._started = True
 
     def update(self, plan: Plan, info: Mapping[str, Any]) -> Received | None:

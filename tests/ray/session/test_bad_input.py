@@ -242,6 +242,23 @@ def test_an_invalid_version_is_refused_before_anything_is_asked(start_fleet: Sta
     assert fleet.sync.status().epoch == 0
 
 
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        ({"rank": 1}, "rank must be in 0 .. world_size - 1 = 0, not 1"),
+        ({"rank": -1, "world_size": 2}, "rank must be in 0 .. world_size - 1 = 1, not -1"),
+        ({"rank": 0, "world_size": 2}, "gather on rank 0 and send from there"),
+        ({"rank": 1, "world_size": 2}, "gather on rank 0 and send from there"),
+        ({"process_group": object()}, "gather on rank 0 and send from there"),
+        ({"rank": True}, "must be ints"),
+    ],
+)
+def test_a_second_sender_or_none_of_rank_0_is_refused_before_any_session_is_looked_for(ranks: dict[str, Any], words: str) -> None:
+    with pytest.raises(rws.ConfigError) as caught:
+        rws.WeightSender("no such session", make_module(), **ranks)
+    assert words in str(caught.value)
+
+
 @pytest.mark.parametrize("source", [None, 3, "weights", {}, {"a": 3}, (pair for pair in [("a", torch.zeros(1))])], ids=repr)
 def test_what_is_no_source_is_refused(start_fleet: StartFleet, source: Any) -> None:
     fleet = start_fleet(1)

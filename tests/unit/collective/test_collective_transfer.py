@@ -49,6 +49,16 @@ def test_every_dtype_and_shape_arrives_bit_by_bit(group: Any, weights: Any) -> N
         assert bits(tensors[name]) == bits(tensor)
 
 
+@pytest.mark.parametrize("first", ["bfloat16", "bool", "float8_e4m3fn"])
+def test_tensors_that_end_at_odd_places_arrive_bit_by_bit(group: Any, weights: Any, first: str) -> None:
+    source, plan = weights((first, (3,)), ("float32" if first == "bfloat16" else "bfloat16", (2,)))
+    made = group(2)
+    (receiver,) = made.receive_all(plan)
+    assert made.sender.send(source, plan).digest == weights_digest(source)
+    tensors, _ = receiver.result()
+    assert {name: bits(tensor) for name, tensor in tensors.items()} == {name: bits(tensor) for name, tensor in source}
+
+
 @pytest.mark.parametrize("numel", [4096, 4097, 9000, 12288])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_a_tensor_larger_than_a_bucket_comes_in_pieces_and_is_whole(group: Any, weights: Any, numel: int, transposed: bool) -> None:

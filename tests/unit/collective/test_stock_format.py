@@ -24,9 +24,8 @@ def test_an_update_names_every_tensor_in_plan_order_as_plain_data() -> None:
 
 
 def test_how_transfers_are_cut_is_part_of_what_makes_the_group() -> None:
-    assert StockFormat(packed_buffer_size_bytes=7).init_info(master_address="a", master_port=1, rank_offset=2, world_size=3) == {
-        "master_address": "a",
-        "master_port": 1,
+    assert StockFormat(packed_buffer_size_bytes=7).init_info({"nccl_unique_id_b64": "x"}, rank_offset=2, world_size=3) == {
+        "nccl_unique_id_b64": "x",
         "rank_offset": 2,
         "world_size": 3,
         "packed": True,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from ray_weightsync.errors import ConfigError
 from ray_weightsync.transports.collective.rendezvous import GroupError
 from ray_weightsync.transports.collective.stock import StockSender
 from ray_weightsync.transports.collective.stock_format import StockFormat
+from ray_weightsync.transports.collective.stock_meeting import Means
 from ray_weightsync.weights.digest import weights_digest
 from ray_weightsync.weights.plan import Plan
 from ray_weightsync.weights.sources import StateDictSource
@@ -40,9 +44,11 @@ class Recorder:
         self.aborted = threading.Event()
         self.closed = 0
         self.error: Exception | None = None
+        self.means: Means | None = None
 
-    def join(self, bound: socket.socket, world_size: int, device: torch.device, limit_s: float) -> Recorder:
+    def join(self, means: Means, world_size: int, device: torch.device, limit_s: float) -> Recorder:
         assert (world_size, device) == (self.world_size, CPU)
+        self.means = means
         self._wait()
         return self
 
@@ -74,8 +80,8 @@ def recorder() -> Iterator[Recorder]:
     recorder.gate.set()
 
 
-def sender_to(recorder: Recorder, form: StockFormat = FORMS[0], *, joined: bool = True) -> StockSender:
-    sender = StockSender(form, world_size=3, address="127.0.0.1", device=CPU, communicator=recorder.join)
+def sender_to(recorder: Recorder, form: StockFormat = FORMS[0], *, joined: bool = True, **options: Any) -> StockSender:
+    sender = StockSender(form, world_size=3, address="127.0.0.1", device=CPU, communicator=recorder.join, **options)
     if joined:
         sender.join(limit_s=LIMIT_S)
     return sender
@@ -232,6 +238,27 @@ def test_workers_that_do_not_come_are_a_timeout_that_says_where_they_were_awaite
     assert recorder.closed == 1  # it came late, and did not stay
 
 
+@pytest.mark.parametrize("vllm", [(0, 28), (0, 32)], ids=["at_a_socket", "by_a_unique_id"])
+def test_a_join_that_fails_raises_at_once_though_engines_still_wait_for_it(recorder: Recorder, vllm: tuple[int, int]) -> None:
+    def join(*_: Any) -> Recorder:
+        raise GroupError("vLLM finds no NCCL library here")
+
+    still_waiting = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        engine = pool.submit(still_waiting.wait, LIMIT_S)  # an engine's init, which nothing ends
+        try:
+            began = time.monotonic()
+            sender = StockSender(
+                FORMS[0], world_size=3, vllm=vllm, address="127.0.0.1", device=CPU, communicator=join, unique_id=lambda: bytes(128)
+            )
+            with sender, pytest.raises(GroupError, match="no NCCL library"):
+                sender.join(limit_s=LIMIT_S)
+            assert time.monotonic() - began < LIMIT_S / 3
+            assert not engine.done()
+        finally:
+            still_waiting.set()
+
+
 def test_each_replica_is_told_the_place_where_the_sender_listens_already(recorder: Recorder) -> None:
     with sender_to(recorder, joined=False) as sender:
         info = sender.init_info(rank_offset=2, world_size=3)
@@ -240,6 +267,37 @@ def test_each_replica_is_told_the_place_where_the_sender_listens_already(recorde
             pass
         with pytest.raises(GroupError, match="a group of 4, the sender's is of 3"):
             sender.init_info(rank_offset=1, world_size=4)
+
+
+def test_engines_that_can_are_told_a_unique_id_and_no_place_and_the_sender_joins_by_the_same(recorder: Recorder) -> None:
+    unique_id = bytes(range(128))
+    with sender_to(recorder, joined=False, vllm=(0, 30), unique_id=lambda: unique_id) as sender:
+        info = sender.init_info(rank_offset=1, world_size=3)
+        assert base64.b64decode(info["nccl_unique_id_b64"], validate=True) == unique_id
+        assert not {"master_address", "master_port"} & set(info)
+        sender.join(limit_s=LIMIT_S)
+        assert recorder.means == unique_id
+        source = source_of()
+        assert sender.send(source, plan_of(source), limit_s=LIMIT_S).digest == weights_digest(source)
+
+
+@pytest.mark.parametrize("vllm", [None, (0, 28), (0, 29)])
+def test_where_one_engine_may_be_too_old_all_meet_at_a_socket_and_no_id_is_made(recorder: Recorder, vllm: Any) -> None:
+    def unique_id() -> bytes:
+        raise AssertionError("nobody can read it")
+
+    with sender_to(recorder, vllm=vllm, unique_id=unique_id) as sender:
+        assert "nccl_unique_id_b64" not in sender.init_info(rank_offset=1, world_size=3)
+        assert isinstance(recorder.means, socket.socket)
+
+
+def test_workers_that_do_not_come_by_a_unique_id_are_a_timeout_too(recorder: Recorder) -> None:
+    recorder.gate.clear()
+    with sender_to(recorder, joined=False, vllm=(0, 32), unique_id=lambda: bytes(128)) as sender:
+        with pytest.raises(TimeoutError, match=r"waited 0\.2 s by an NCCL unique id for the engines' 2 workers"):
+            sender.join(limit_s=0.2)
+        recorder.gate.set()
+    assert recorder.closed == 1
 
 
 def test_a_sender_sends_only_between_join_and_close(recorder: Recorder) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import socket
 import sys
@@ -18,7 +19,7 @@ from torch.distributed import DistError
 
 from ray_weightsync.transports.collective import stock_nccl
 from ray_weightsync.transports.collective.rendezvous import GroupError, listening
-from ray_weightsync.transports.collective.stock_nccl import VllmCommunicator
+from ray_weightsync.transports.collective.stock_nccl import VllmCommunicator, new_unique_id
 
 LIMIT_S = 30.0
 GPU = torch.device("cuda", 3)
@@ -37,7 +38,10 @@ class Vllm:
         modules = {
             "vllm.distributed.utils": SimpleNamespace(StatelessProcessGroup=SimpleNamespace(create=self._create)),
             "vllm.distributed.device_communicators.pynccl": SimpleNamespace(PyNcclCommunicator=self._communicator),
-            "vllm.distributed.weight_transfer.nccl_common": SimpleNamespace(unpinned_nccl_env=self._unpinned),
+            "vllm.distributed.weight_transfer.nccl_common": SimpleNamespace(
+                unpinned_nccl_env=self._unpinned, uid_init_process_group=self._by_unique_id
+            ),
+            "vllm.distributed.device_communicators.pynccl_wrapper": SimpleNamespace(NCCLLibrary=self._library),
         }
         for name, module in modules.items():
             monkeypatch.setitem(sys.modules, name, module)
@@ -70,6 +74,17 @@ class Vllm:
 
         return SimpleNamespace(disabled=self.disabled, broadcast=broadcast, destroy=lambda: self.calls.append("destroy"))
 
+    def _by_unique_id(self, unique_id: bytes, rank: int, world_size: int, device: torch.device) -> Any:
+        self.met = {"unique_id": unique_id, "rank": rank, "world_size": world_size}
+        return self._communicator("by id", device=device)
+
+    def _library(self) -> Any:
+        if self.error is not None:
+            raise self.error
+        self.calls.append("library")
+        made = SimpleNamespace(internal=(ctypes.c_byte * 128)(*range(-64, 64)))
+        return SimpleNamespace(ncclGetUniqueId=lambda: made)
+
     def _query(self) -> bool:
         self.asked.set()
         return self.done.is_set()
@@ -90,6 +105,26 @@ def test_it_meets_the_workers_on_the_socket_that_listens_already_and_with_the_se
     _, port = joined()
     assert vllm.met == {"host": "127.0.0.1", "port": port, "rank": 0, "world_size": 4, "store_timeout": 8}
     assert vllm.calls == [("device", GPU), "unpinned", ("group", GPU), "pinned again"]
+
+
+def test_by_a_unique_id_it_joins_as_the_workers_do_at_once(vllm: Vllm) -> None:
+    communicator = VllmCommunicator(b"id", 4, GPU, 7.5)
+    assert vllm.met == {"unique_id": b"id", "rank": 0, "world_size": 4}
+    assert vllm.calls == [("device", GPU), ("by id", GPU)]
+    vllm.done.set()
+    communicator.broadcast(torch.empty(5, dtype=torch.uint8), 0)
+    assert vllm.calls[-1] == ("broadcast", 5, 0)
+
+
+def test_a_unique_id_is_made_by_vllms_library_with_the_settings_that_the_workers_have(vllm: Vllm) -> None:
+    assert new_unique_id() == bytes(number % 256 for number in range(-64, 64))
+    assert vllm.calls == ["unpinned", "library", "pinned again"]
+
+
+def test_a_machine_that_cannot_make_a_unique_id_is_told_in_the_librarys_words(vllm: Vllm) -> None:
+    vllm.error = OSError("libnccl.so.2: cannot open shared object file")
+    with pytest.raises(GroupError, match=r"cannot make a unique id here: libnccl\.so\.2"):
+        new_unique_id()
 
 
 def test_a_broadcast_comes_after_what_was_packed_and_is_complete_on_return(vllm: Vllm) -> None:

@@ -31,6 +31,7 @@ class Server:
         self.missing: set[str] = set()
         self.asked: list[str] = []
         self.tokens: list[str | None] = []
+        self.parallel: dict[str, Any] = {}
         self.describe: Callable[[str], Any] = lambda nonce: [self.worker(rank, nonce) for rank in range(self.ranks)]
 
     def worker(self, rank: int, nonce: str) -> dict[str, Any]:
@@ -52,6 +53,7 @@ class Server:
                 "pipeline_parallel_size": 1,
                 "data_parallel_size": 1,
                 "worker_extension_cls": self.extension,
+                **self.parallel,
             }
             transfer = {"backend": self.backend} if self.backend else None
             config = {
@@ -118,6 +120,21 @@ def test_a_server_tells_what_it_is() -> None:
     assert (facts.kind, facts.world_size, facts.tensor_parallel_size, facts.incarnation) == ("http", 2, 2, "i-1")
     assert (facts.backend, facts.version, facts.paused, facts.vllm_version) == ("rws", "default", True, "0.32.0")
     assert [worker.rank for worker in facts.workers] == [0, 1]
+
+
+def test_a_server_of_one_data_parallel_rank_is_refused_with_what_to_start_instead() -> None:
+    server = Server()
+    server.parallel = {"data_parallel_size": 2, "data_parallel_index": 1, "data_parallel_external_lb": True}
+    with serving(server) as url, pytest.raises(AttachError, match="external or hybrid load balancing") as raised:
+        attached(url)
+    assert "attach that one" in str(raised.value)
+
+
+def test_a_server_is_believed_about_its_workers_and_another_number_is_an_error_with_both() -> None:
+    with serving(Server(ranks=2)) as url:
+        assert attached(url, world_size=2).world_size == 2
+        with pytest.raises(AttachError, match=r"it has 2 workers .*EngineRef\(world_size=4\) was given"):
+            attached(url, world_size=4)
 
 
 def test_a_router_is_refused_because_reads_of_its_identity_differ() -> None:

@@ -113,6 +113,15 @@ class TestLook:
         assert (told["num_workers"], told["tensor_parallel_size"], told["backend"]) == (2, 2, "rws")
         assert (told["instance_id"], told["kv_connector"], told["extension"]) == ("i-1", "Shelf", True)
 
+    @pytest.mark.parametrize(
+        "how", [{"data_parallel_external_lb": True}, {"data_parallel_hybrid_lb": True}, {"data_parallel_rank_local": 0}]
+    )
+    def test_other_data_parallel_engines_of_its_deployment_that_it_does_not_drive_are_told(self, how: dict[str, Any]) -> None:
+        told = looked(FakeAsync(config(data_parallel_size=4, data_parallel_index=1, **how)))
+        facts = facts_of({**told, "failed": {}}, "n")
+        assert (facts.data_parallel_size, facts.data_parallel_index, facts.data_parallel_outside) == (4, 1, True)
+        assert looked(FakeAsync(config(data_parallel_size=4)))["data_parallel_outside"] is False
+
     def test_a_synchronous_llm_keeps_its_configuration_in_its_engine(self) -> None:
         told = looked(FakeSync(config(tensor=1)))
         assert (told["kind"], told["num_workers"]) == ("sync", 1)

@@ -23,6 +23,18 @@ def facts(**fields: Any) -> EngineFacts:
     return EngineFacts(**{"kind": "async", "backend": "rws", "workers": workers, "incarnation": "w", **sizes, **fields})
 
 
+def attesting(workers: int) -> WorkerFacts:
+    """A worker whose outcome speaks for so many."""
+    return replace(facts().workers[0], attesting=workers)
+
+
+@pytest.mark.parametrize(("tensor", "data"), [(1, 2), (2, 4)])
+def test_data_parallel_engines_fit_whose_outcome_speaks_for_all_of_their_workers(tensor: int, data: int) -> None:
+    sizes = {"tensor_parallel_size": tensor, "data_parallel_size": data, "world_size": tensor * data}
+    assert unfit(facts(**sizes, workers=(attesting(tensor * data),) * tensor), REF) is None
+    assert unfit(facts(**sizes, workers=(attesting(tensor),) * tensor), REF) is not None
+
+
 def test_an_engine_started_with_our_arguments_fits() -> None:
     assert unfit(facts(), REF) is None
     assert unfit(facts(), EngineRef("gen", world_size=1)) is None
@@ -35,7 +47,16 @@ def test_an_engine_started_with_our_arguments_fits() -> None:
         (facts(backend="nccl", workers=(), kind="sync"), "it is a synchronous LLM on vLLM's own 'nccl' backend", "hold an AsyncLLM"),
         (facts(backend="nccl", workers=(), data_parallel_size=2), "it is data parallel (2)", "one engine per data-parallel rank"),
         (facts(workers=()), "lack our worker extension", "**ray_weightsync.vllm_engine_args()"),
-        (facts(data_parallel_size=2), "it is data parallel (2)", "one engine per data-parallel rank"),
+        (
+            facts(data_parallel_size=2, world_size=2),
+            "2 data-parallel engines that know nothing of each other, and only the first one's workers answer",
+            "start 2 independent engines without data_parallel_size, and attach them all",
+        ),
+        (
+            facts(data_parallel_size=2, world_size=2, data_parallel_outside=True, workers=(attesting(2),)),
+            "only some of its deployment's 2 data-parallel engines (external or hybrid load balancing, or an offline rank)",
+            "one engine that drives all its data-parallel ranks",
+        ),
         (facts(in_step=False, step_problem="reply 1 is late"), "out of step with the calls (reply 1 is late)", "start a new engine"),
     ],
 )

@@ -119,12 +119,7 @@ def test_the_table_is_one_line_in_the_order_of_the_ranks() -> None:
 def test_payloads_are_those_of_our_receiver_and_of_vllms_nccl_backend() -> None:
     group = group_of([independent("r0", tp=2), independent("r1")])
     assert group.init_payload("r1") == {"rank_offset": 3, "world_size": 4}
-    assert group.nccl_init_payload("r0", master_address="10.0.0.1", master_port=1234) == {
-        "master_address": "10.0.0.1",
-        "master_port": 1234,
-        "rank_offset": 1,
-        "world_size": 4,
-    }
+    assert group.init_payload("r0") == {"rank_offset": 1, "world_size": 4}
     with pytest.raises(KeyError, match="r2 is not in the group"):
         group.init_payload("r2")
     assert pickle.loads(pickle.dumps(group)) == group

@@ -105,9 +105,26 @@ class TestOverWorldGroup:
             def cpu_group(self) -> Any:
                 raise AssertionError("an engine with one worker has nobody to ask")
 
-        agreement = over_world_group(Group())
-        assert isinstance(agreement, SoleRank)
-        assert agreement.gather("mine", 1) == ["mine"]
+        for agreement in over_world_group(Group(), 1):
+            assert isinstance(agreement, SoleRank)
+            assert agreement.gather("mine", 1) == ["mine"]
+
+    def test_data_parallel_engines_in_one_world_group_agree_each_for_itself_and_all_together(self, store: dist.TCPStore) -> None:
+        group = SimpleNamespace(get_group_store=lambda: store)
+        both = [over_world_group(SimpleNamespace(world_size=4, rank_in_group=rank, cpu_group=group), 2) for rank in range(4)]
+        own, everyone = ([pair[each] for pair in both] for each in (0, 1))
+        assert together(own[:2], ["a", "b"]) == [["a", "b"]] * 2  # type: ignore[arg-type]
+        assert together(own[2:], ["c", "d"]) == [["c", "d"]] * 2  # type: ignore[arg-type]
+        assert together(everyone, list("abcd")) == [list("abcd")] * 4  # type: ignore[arg-type]
+        silent = "did not answer the other ranks within 0.2 s"
+        assert together([own[0], own[3]], ["a", "d"], limit_s=0.2) == [["a", silent], [silent, "d"]]  # type: ignore[list-item]
+        assert [(each.rank, each.world_size) for each in own] == [(0, 2), (1, 2)] * 2
+
+    def test_data_parallel_engines_of_one_worker_ask_nobody_until_all_agree(self, store: dist.TCPStore) -> None:
+        group = SimpleNamespace(get_group_store=lambda: store)
+        both = [over_world_group(SimpleNamespace(world_size=2, rank_in_group=rank, cpu_group=group), 1) for rank in range(2)]
+        assert [own.gather("mine", 1) for own, _ in both] == [["mine"]] * 2
+        assert together([everyone for _, everyone in both], ["a", "b"]) == [["a", "b"]] * 2  # type: ignore[misc]
 
     def test_two_processes_of_one_gloo_group_agree_and_the_group_survives_a_silent_rank(self) -> None:
         results = mp.get_context("spawn").SimpleQueue()
@@ -134,7 +151,8 @@ def _gloo_rank(rank: int, port: int, results: Any) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=dist.PrefixStore("world", store), rank=rank, world_size=2)
     group = dist.new_group([0, 1], backend="gloo")
-    agreement = over_world_group(SimpleNamespace(world_size=2, rank_in_group=rank, cpu_group=group))
+    agreement, everyone = over_world_group(SimpleNamespace(world_size=2, rank_in_group=rank, cpu_group=group), 2)
+    assert everyone is agreement
     if rank == 1:
         store.wait(["rank 0 gave up"])
     learned = agreement.gather("zero" if rank == 0 else "one", 0.3)

@@ -112,10 +112,10 @@ class FakeReceiver:
 class Worker:
     """One rank: its `WorkerUpdates` over fakes."""
 
-    def __init__(self, agreement: Any = None) -> None:
+    def __init__(self, agreement: Any = None, everyone: Any = None) -> None:
         self.model = FakeModel()
         self.receiver = FakeReceiver()
-        self.updates = WorkerUpdates(self.model, agreement or SoleRank(), {"host": self.receiver})
+        self.updates = WorkerUpdates(self.model, agreement or SoleRank(), {"host": self.receiver}, everyone=everyone)
 
     def plan(self, plan: Plan = PLAN) -> None:
         self.updates.init({"op": "plan", "plan": plan.to_wire()})
@@ -146,12 +146,16 @@ def worker() -> Worker:
 
 
 class Ranks:
-    """The ranks of one engine in threads; each call is made on all of them, as an executor makes it."""
+    """The ranks of one engine in threads; each call is made on all of them, as an executor makes it.
 
-    def __init__(self, size: int) -> None:
+    With ``engines_of_one`` each is a data-parallel engine of its own, and all of them agree on an outcome.
+    """
+
+    def __init__(self, size: int, *, engines_of_one: bool = False) -> None:
         self._barrier = threading.Barrier(size)
         self._words: list[str | None] = [None] * size
-        self.workers = [Worker(_ThreadAgreement(rank, size, self)) for rank in range(size)]
+        agreements = [_ThreadAgreement(rank, size, self) for rank in range(size)]
+        self.workers = [Worker(SoleRank(), each) if engines_of_one else Worker(each) for each in agreements]
 
     def gather(self, rank: int, words: str | None) -> list[str | None]:
         self._words[rank] = words
@@ -746,6 +750,25 @@ class TestManyRanks:
             ranks.call(*call)
         _, last = ranks.call("init", outcome())
         assert str(last) == "rws: rank 0: snapshot: expected snap-1, received snap-0; digest: expected d1, received d0"
+
+    @pytest.mark.parametrize("failing", [0, 1, 2])
+    def test_every_data_parallel_engine_answers_for_all_in_an_outcome(self, failing: int) -> None:
+        ranks = Ranks(3, engines_of_one=True)
+        assert ranks.call("init", {"op": "plan", "plan": PLAN.to_wire()}) == [None] * 3
+        ranks.workers[failing].model.fail_at = {"load"}
+        for call in (("start",), ("update", update()), ("finish",)):
+            ranks.call(*call)
+        raised = [str(each) for each in ranks.call("init", outcome())]
+        assert len(set(raised)) == 1
+        assert raised[0].startswith(f"rws: rank {failing}: update_weights: ")
+        assert [worker.updates.describe("n")["attesting"] for worker in ranks.workers] == [3] * 3
+
+    def test_a_plan_that_one_data_parallel_engine_refuses_is_refused_by_that_one_and_the_others_need_not_wait_for_it(self) -> None:
+        ranks = Ranks(2, engines_of_one=True)
+        ranks.workers[1].model.problems = ["too wide"]
+        ranks.workers[0].plan()
+        with pytest.raises(ValueError, match=r"^rws: rank 0: .*too wide"):
+            ranks.workers[1].plan()
 
     @pytest.mark.parametrize("rank", [0, 1])
     def test_a_broken_agreement_raises_on_the_last_rank_only(self, rank: int) -> None:
