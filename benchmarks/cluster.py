@@ -7,7 +7,7 @@
 
 Reserves places for trainers and engines, measures what their nodes and the link between them can do, then sends weights of several sizes
 to several numbers of engines by every transport in turn, warm. Writes all of it as JSON, and a plot; prints a table. What fails is
-recorded, and the next one runs; what the library does not carry is listed with its reason. Status 0 when nothing failed.
+recorded, and the next one runs; what the engines cannot receive by is listed with its reason. Status 0 when nothing failed.
 docs/benchmarks.md says how to read the output.
 """
 

@@ -78,6 +78,7 @@ class Fleet:
         self.trainers: list[Any] = []
         self.engines: list[Any] = []
         self._count = count
+        self._has_backends = megabytes is None and options.gpus
         device = "cuda" if options.gpus else "cpu"
         common: dict[str, Any] = {"num_replicas": count, "env": dict(options.env), "placement": placed}
         spec: rws.TorchEngineSpec | rws.VLLMEngineSpec
@@ -101,9 +102,11 @@ class Fleet:
         """The rank table, and ``rounds`` rounds of a transport, after some that are not told.
 
         Raises:
-            ConfigError: if the library does not carry it.
+            ConfigError: if these engines cannot receive by it.
             WeightSyncError: as of ``attach`` and ``send_weights``; also when a single replica is lost.
         """
+        if isinstance(transport, rws.Native) and not self._has_backends:
+            raise rws.ConfigError(f"{name} is one of vLLM's own backends, which need GPUs: --gpus --engine vllm")
         no_healing = rws.FailurePolicy(auto_heal=False)
         with rws.WeightSync.attach(self.engines, trainers=self.trainers[:1], transport=transport, on_failure=no_healing) as sync:
             shapes = [Shape(id=replica.id, world_size=replica.world_size) for replica in sync.status().replicas]

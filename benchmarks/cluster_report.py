@@ -37,7 +37,7 @@ class Case:
 
 
 def transports(*, directory: str = "/dev/shm", interface: str | None = None, bucket_bytes: int | None = None) -> dict[str, Any]:
-    """Every transport by the name that the benchmark gives it; also those that the library does not carry yet.
+    """Every transport by the name that the benchmark gives it.
 
     Args:
         directory: Of `ray_weightsync.Host`.

@@ -194,6 +194,12 @@ def unfit(facts: EngineFacts, ref: EngineRef, *, own_actor: bool = False) -> tup
             "start the deployment as one engine that drives all its data-parallel ranks (data_parallel_size=N without data_parallel_rank, "
             "VLLM_DP_RANK, --data-parallel-external-lb or --data-parallel-hybrid-lb; its other nodes --headless), and attach that one",
         )
+    if facts.is_stock and (facts.data_parallel_size or 1) > 1:
+        return (
+            f"it has {facts.data_parallel_size} data-parallel engines on vLLM's own {facts.backend!r} backend, and only the first one's "
+            "answers come back: that an update failed in another would not be known",
+            f"start {facts.data_parallel_size} independent engines without data_parallel_size; or {OUR_ARGS}",
+        )
     if facts.is_stock:
         return None  # nothing of ours is in it; which backends a session can serve is for the session to say
     if not facts.workers:

@@ -45,7 +45,7 @@ def test_an_engine_started_with_our_arguments_fits() -> None:
     [
         (facts(backend=None), "it has no weight-transfer backend, 'rws' is needed", "**ray_weightsync.vllm_engine_args()"),
         (facts(backend="nccl", workers=(), kind="sync"), "it is a synchronous LLM on vLLM's own 'nccl' backend", "hold an AsyncLLM"),
-        (facts(backend="nccl", workers=(), data_parallel_size=2), "it is data parallel (2)", "one engine per data-parallel rank"),
+        (facts(backend="nccl", workers=(), data_parallel_size=2), "2 data-parallel engines on vLLM's own 'nccl'", "2 independent engines"),
         (facts(workers=()), "lack our worker extension", "**ray_weightsync.vllm_engine_args()"),
         (
             facts(data_parallel_size=2, world_size=2),

@@ -65,6 +65,11 @@ class Worker:
 
     # -- the reload
 
+    def start(self, begin: Callable[[], None] | None = None) -> None:
+        assert begin is not None, "a session of ours began"
+        self.clear()
+        begin()
+
     def clear(self) -> None:
         if self.open:
             self.order.append("flush")
@@ -91,10 +96,8 @@ class Worker:
     def unjudged(self) -> list[str]:
         return []
 
-    def start(self) -> None:
+    def load(self, pairs: Any) -> None:
         raise AssertionError("a session of ours began")
-
-    load: Any = start
 
     # -- where backends are had from
 
