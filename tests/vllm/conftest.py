@@ -25,6 +25,7 @@ OWN_ENGINES = {
     "test_a_sync_llm.py",
     "test_engines_actor.py",
     "test_fault_kit.py",
+    "test_native.py",
     "test_placed_engine.py",
     "test_stock_nccl.py",
     "test_worker_native.py",

@@ -8,12 +8,14 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+import torch
 
 from ray_weightsync.config import FailurePolicy, Native, Timeouts
 from ray_weightsync.errors import ConfigError, FleetTorn, ReplicasLost, RoundAborted
 from ray_weightsync.fleet.relay import own_init_info, own_update_info
 from ray_weightsync.fleet.topology import Shape, group_of
 from ray_weightsync.protocol.channel import FINISH, INIT, START, UPDATE
+from ray_weightsync.weights.plan import ParamMeta, Plan
 from tests.unit.fleet.fakes import QUICK, FakeFleet, FakeTrainerEngine, plan_of, sealed
 from tests.unit.fleet.test_broadcast_rounds import Wide
 from tests.unit.fleet.test_sync_engines import SyncEngine
@@ -388,6 +390,25 @@ class TestSnapshots:
             assert engine.members is None
             with pytest.raises(RoundAborted, match="other bytes"):
                 await fleet.relay(1, engine=FakeTrainerEngine(digest="another"))
+
+        run(story)
+
+
+class TestPatches:
+    def test_only_engines_that_hold_the_version_before_are_patched(self) -> None:
+        async def story() -> None:
+            fleet = await fleet_of(2, on_failure=FailurePolicy(auto_heal=False)).attach()
+            patch = Plan.from_metadata([ParamMeta("weight", torch.float32, (4,))], partial=True)
+            assert (await fleet.relay(1, engine=FakeTrainerEngine("sparse_nccl"), plan=patch)).committed == ("r0", "r1")
+            fleet.engines[1].faults["finish"] = "raise"
+            with pytest.raises(ReplicasLost):
+                await fleet.relay(2, engine=FakeTrainerEngine("sparse_nccl"), plan=patch)
+            fleet.forget_calls()
+            with pytest.raises(RoundAborted, match="is a patch of the version before, which r1 does not hold") as caught:
+                await fleet.relay(3, engine=FakeTrainerEngine("sparse_nccl"), plan=patch)
+            assert caught.value.replicas == ("r1",)
+            assert not any("pause" in engine.calls for engine in fleet.engines)
+            assert (await fleet.relay(4)).committed == ("r0", "r1")
 
         run(story)
 
