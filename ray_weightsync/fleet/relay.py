@@ -114,11 +114,16 @@ class Relay(Live[NativeMembers]):
         return {"backend": self.backend}
 
     def refusal(self, facts: EngineFacts) -> str | None:
-        """A synchronous LLM cannot be kept from requests between two calls."""
+        """A synchronous LLM cannot be kept from requests between two calls; handles of GPU memory need a way that carries them."""
         if facts.kind == "sync":
             return (
                 f"it is a synchronous LLM, which has no pause: between the calls of {self.name} it would run requests with half-loaded "
                 "weights; hold an AsyncLLM in the actor, or choose transport='host', which makes all of them in one turn"
+            )
+        if facts.kind in ("http", "client") and self.backend == "ipc":
+            return (
+                "handles of GPU memory reach a server only as a pickle, which whoever reaches its port could replace: attach the engine by "
+                "its actor, or choose another transport"
             )
         return None
 

@@ -16,7 +16,7 @@ from ray_weightsync.fleet.relay import own_init_info, own_update_info
 from ray_weightsync.fleet.topology import Shape, group_of
 from ray_weightsync.protocol.channel import FINISH, INIT, START, UPDATE
 from ray_weightsync.weights.plan import ParamMeta, Plan
-from tests.unit.fleet.fakes import QUICK, FakeFleet, FakeTrainerEngine, plan_of, sealed
+from tests.unit.fleet.fakes import QUICK, FakeEngine, FakeFleet, FakeTrainerEngine, plan_of, sealed
 from tests.unit.fleet.test_broadcast_rounds import Wide
 from tests.unit.fleet.test_sync_engines import SyncEngine
 
@@ -267,6 +267,24 @@ class TestEndsBeforeStart:
                 await fleet.relay(1)
             assert caught.value.replicas == ("r1",)
             assert not any({"pause", "mark", "native"} & set(engine.calls) for engine in fleet.engines)
+
+        run(story)
+
+    @pytest.mark.parametrize("kind", ["http", "client"])
+    def test_an_engine_that_no_handle_reaches_is_refused_before_anything_is_touched(self, kind: str) -> None:
+        class Far(FakeEngine):
+            def _told(self, nonce: str) -> dict[str, Any]:
+                return super()._told(nonce) | {"kind": kind}
+
+        async def story() -> None:
+            fleet = fleet_of(2)
+            fleet.engines[1] = Far("r1")
+            await fleet.attach()
+            with pytest.raises(RoundAborted, match="attach the engine by its actor") as caught:
+                await fleet.relay(1)
+            assert caught.value.replicas == ("r1",)
+            assert not any("pause" in engine.calls for engine in fleet.engines)
+            assert (await fleet.relay(2, engine=FakeTrainerEngine(GROUPED))).committed == ("r0", "r1")
 
         run(story)
 
