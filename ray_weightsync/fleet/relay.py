@@ -258,8 +258,6 @@ class Relay(Live[NativeMembers]):
         """A member will not receive. The others go on without it, unless they are in one group that it was lost from."""
         self._members.discard(replica)
         order = self._order
-        if order is not None and order.verb == FINISH and order.answers and not order.waits_for:
-            return  # all was received
         if not self._members or (self.grouped and (order is None or order.verb != FINISH)):
             self.end(f"{replica}: {why}")
         elif order is not None:

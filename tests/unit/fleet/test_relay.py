@@ -194,6 +194,27 @@ class TestKept:
 
         run(story)
 
+    def test_one_that_does_not_tell_which_process_it_is_may_be_another_in_the_next_round(self) -> None:
+        class Silent(FakeEngine):
+            def _told(self, nonce: str) -> dict[str, Any]:
+                return super()._told(nonce) | {"kind": "client", "workers": [], "instance_id": None}
+
+            async def require_incarnation(self, incarnation: str) -> None:
+                raise AssertionError("nobody knows it")
+
+        async def story() -> None:
+            fleet = fleet_of(1)
+            fleet.engines[0] = Silent("r0")
+            await fleet.attach()
+            keys = set()
+            for version in range(2):
+                engine = FakeTrainerEngine(GROUPED)
+                await fleet.relay(version, engine=engine)
+                keys.add(engine.members.key)
+            assert len(keys) == 2
+
+        run(story)
+
     def test_what_an_earlier_round_set_up_is_used_again_without_its_init_info(self) -> None:
         async def story() -> None:
             fleet = await fleet_of(1).attach()
