@@ -115,11 +115,16 @@ class Relay(Live[NativeMembers]):
         return {"backend": self.backend}
 
     def refusal(self, facts: EngineFacts) -> str | None:
-        """A synchronous LLM cannot be kept from requests between two calls."""
+        """A synchronous LLM cannot be kept from requests between two calls; handles of GPU memory need a way that carries them."""
         if facts.kind == "sync":
             return (
                 f"it is a synchronous LLM, which has no pause: between the calls of {self.name} it would run requests with half-loaded "
                 "weights; hold an AsyncLLM in the actor, or choose transport='host', which makes all of them in one turn"
+            )
+        if facts.kind in ("http", "client") and self.backend == "ipc":
+            return (
+                "handles of GPU memory reach a server only as a pickle, which whoever reaches its port could replace: attach the engine by "
+                "its actor, or choose another transport"
             )
         return None
 
@@ -258,8 +263,6 @@ class Relay(Live[NativeMembers]):
         """A member will not receive. The others go on without it, unless they are in one group that it was lost from."""
         self._members.discard(replica)
         order = self._order
-        if order is not None and order.verb == FINISH and order.answers and not order.waits_for:
-            return  # all was received
         if not self._members or (self.grouped and (order is None or order.verb != FINISH)):
             self.end(f"{replica}: {why}")
         elif order is not None:

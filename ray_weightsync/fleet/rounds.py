@@ -359,7 +359,7 @@ class Rounds:
                 culprits=end.failures,
                 stuck=end.stuck,
                 log_hints=self._roster.log_hints(),
-                hint="call again; raise Timeouts.pause_s if the engines are slow to pause",
+                hint=_hint_after(end),
             ) from end
         except NotAll as end:
             assert before is not None
@@ -376,6 +376,12 @@ class Rounds:
         if (error := verdict(report, self._settings.on_failure, self._roster.log_hints(), serving=others)) is not None:
             raise error
         return report
+
+
+def _hint_after(end: Aborted) -> str:
+    if any(failed.phase == "init" for failed in end.failures.values()):
+        return "mend what keeps the trainer engine or its ends in the engines from being set up, and call again"
+    return "call again; raise Timeouts.pause_s if the engines are slow to pause"
 
 
 def _holds(replica: Replica, snapshot: Snapshot) -> bool:

@@ -26,6 +26,7 @@ async def within_reach(parts: Parts, snapshot: Snapshot, members: list[Replica])
     """
     if snapshot.live is not None:
         _require_ranks(parts, members)
+        _require_what_is_patched(parts, snapshot, members)
         return members
     away = [replica for replica in members if not snapshot.complete_on(str(replica.home)) and replica.home != snapshot.node_id]
     if not away:
@@ -54,6 +55,20 @@ async def within_reach(parts: Parts, snapshot: Snapshot, members: list[Replica])
 async def _spread_beside(parts: Parts, snapshot: Snapshot, away: list[Replica]) -> None:
     with contextlib.suppress(StepFailed):  # it was not sealed: whoever reads finds the slot given up
         await parts.staging.spread(snapshot, away, snapshot.log.timeline)
+
+
+def _require_what_is_patched(parts: Parts, snapshot: Snapshot, members: list[Replica]) -> None:
+    """Patches make a version only of the version before."""
+    label = parts.roster.label
+    without = [replica.id for replica in members if label is None or not replica.whole or replica.version != label]
+    if snapshot.plan.partial and without:
+        raise RoundAborted(
+            f"Nothing changed: {parts.roster.serves()}. Version {snapshot.label} is a patch of the version before, which "
+            f"{', '.join(without)} {'does' if len(without) == 1 else 'do'} not hold.",
+            phase="preflight",
+            replicas=tuple(without),
+            hint="send all weights first, by a session with another transport; or remove these replicas",
+        )
 
 
 def _require_ranks(parts: Parts, members: list[Replica]) -> None:

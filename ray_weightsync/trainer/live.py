@@ -89,10 +89,6 @@ class LiveSending(ABC):
         """A source of what the caller gave."""
         return as_source(given)
 
-    def plan(self, source: WeightSource) -> Plan:
-        """What ``source`` declares."""
-        return Plan.from_metadata(source.metadata())
-
     def send(self, round_id: str, source: WeightSource, plan: Plan, *, kept: Kept | None = None) -> Packed:
         """Wait until the round's engines are about to receive, and send them everything.
 

@@ -23,11 +23,13 @@ from ray_weightsync.protocol.channel import FINISH, INIT, START, UPDATE
 from ray_weightsync.protocol.client import VLLMWeightSyncClient
 from ray_weightsync.protocol.messages import Payload
 from ray_weightsync.trainer.live import END_S, Kept, LiveSending
+from ray_weightsync.transports.native.backends import traits
 from ray_weightsync.transports.native.engine import TrainerEngine, VllmEngines
+from ray_weightsync.transports.native.patches import Patches
 from ray_weightsync.transports.native.source import RoundSource
 from ray_weightsync.weights.packing import Packed
 from ray_weightsync.weights.plan import Plan
-from ray_weightsync.weights.sources import WeightSource
+from ray_weightsync.weights.sources import SourceLike, WeightSource
 
 logger = logging.getLogger(__name__)
 
@@ -177,6 +179,13 @@ class Relaying(LiveSending):
     def offer(self) -> Native:
         """The backend alone: options are of no use to engines."""
         return Native(self._native.backend)
+
+    def source(self, given: SourceLike) -> WeightSource:
+        """A source of what the caller gave: patches, for a backend that sends nothing else."""
+        return super().source(given) if traits(self._native.backend).needs_source else Patches(given)
+
+    def _told(self, source: WeightSource, plan: Plan, kept: Kept | None) -> Packed:
+        return source.packed() if isinstance(source, Patches) else super()._told(source, plan, kept)
 
     def _send(self, round_id: str, members: NativeMembers, source: WeightSource, plan: Plan, kept: Kept | None) -> Packed:
         limit_s = self._timeouts.round_s(plan.num_bytes)

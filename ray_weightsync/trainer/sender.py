@@ -39,6 +39,7 @@ from ray_weightsync.trainer.native import EngineMaker, NativeEngines, Relaying, 
 from ray_weightsync.trainer.stock_trainer import stock_engine_maker
 from ray_weightsync.transports.host.layout import SlotError
 from ray_weightsync.transports.host.writer import SlotWriter
+from ray_weightsync.transports.native.patches import Patches
 from ray_weightsync.weights.packing import Packed
 from ray_weightsync.weights.plan import Plan
 from ray_weightsync.weights.sources import SourceLike, WeightSource, as_source
@@ -211,7 +212,7 @@ class SnapshotSender:
         version_label(version)
         if busy not in ("wait", "raise"):
             raise ConfigError(f"busy must be 'wait' or 'raise', not {busy!r}")
-        weights = as_source(source)
+        weights = as_source(source) if live is None else live.source(source)
         plan = self._plan(weights)
         node_id = ray.get_runtime_context().get_node_id()
         # It may have to wait for the round of another sender first.
@@ -252,7 +253,7 @@ class SnapshotSender:
         metadata = source.metadata()
         key = tuple((each.name, each.dtype, tuple(each.shape)) for each in metadata)
         if key not in self._plans:
-            self._plans = {key: Plan.from_metadata(metadata)}
+            self._plans = {key: Plan.from_metadata(metadata, partial=isinstance(source, Patches))}
         return self._plans[key]
 
     def _pack(self, source: WeightSource, plan: Plan, ticket: Ticket, began: float, pending: Any, live: LiveSending | None) -> Sealed:

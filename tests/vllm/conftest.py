@@ -26,6 +26,7 @@ OWN_ENGINES = {
     "test_data_parallel.py",
     "test_engines_actor.py",
     "test_fault_kit.py",
+    "test_native.py",
     "test_placed_engine.py",
     "test_stock_nccl.py",
     "test_stock_rounds.py",

@@ -16,6 +16,7 @@ from ray_weightsync.config import Native
 from ray_weightsync.errors import ConfigError
 from ray_weightsync.protocol.client import VLLMWeightSyncClient
 from ray_weightsync.transports.native.backends import traits
+from ray_weightsync.transports.native.patches import Patches
 from ray_weightsync.transports.native.source import RoundSource
 from ray_weightsync.worker.identity import node_ip
 
@@ -89,18 +90,22 @@ class VllmEngines:
             if place is not None:
                 place.close()
             raise
-        return _Engine(engine, place)
+        return _Engine(engine, source, place)
 
 
 class _Engine:
-    """vLLM's engine, and the port that it was given."""
+    """vLLM's engine, what it sends, and the port that it was given."""
 
-    def __init__(self, engine: Any, place: _Place | None) -> None:
+    def __init__(self, engine: Any, source: RoundSource, place: _Place | None) -> None:
         self._engine = engine
+        self._source = source
         self._place = place
 
     def send_weights(self) -> None:
-        self._engine.send_weights()
+        if isinstance(self._source.given, Patches):
+            self._engine.send_weights(list(self._source.given.patches))
+        else:
+            self._engine.send_weights()
 
     def abort(self, reason: str) -> None:
         """vLLM's have nothing that ends a wait."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ray_weightsync.errors import ConfigError
+from ray_weightsync.transports.native.patches import Patches
 from ray_weightsync.weights.copying import hash_only
 from ray_weightsync.weights.digest import WeightsDigest
 from ray_weightsync.weights.packing import Packed
@@ -58,6 +59,8 @@ class RoundSource:
         Raises:
             ConfigError: if it was not read to the end.
         """
+        if isinstance(self.given, Patches):
+            return self.given.packed()
         if self._packed is None:
             raise ConfigError("the trainer engine came to its end and had not read all weights")
         return self._packed

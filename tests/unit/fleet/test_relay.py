@@ -8,13 +8,15 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+import torch
 
 from ray_weightsync.config import FailurePolicy, Native, Timeouts
 from ray_weightsync.errors import ConfigError, FleetTorn, ReplicasLost, RoundAborted
 from ray_weightsync.fleet.relay import own_init_info, own_update_info
 from ray_weightsync.fleet.topology import Shape, group_of
 from ray_weightsync.protocol.channel import FINISH, INIT, START, UPDATE
-from tests.unit.fleet.fakes import QUICK, FakeFleet, FakeTrainerEngine, plan_of, sealed
+from ray_weightsync.weights.plan import ParamMeta, Plan
+from tests.unit.fleet.fakes import QUICK, FakeEngine, FakeFleet, FakeTrainerEngine, plan_of, sealed
 from tests.unit.fleet.test_broadcast_rounds import Wide
 from tests.unit.fleet.test_sync_engines import SyncEngine
 
@@ -192,6 +194,27 @@ class TestKept:
 
         run(story)
 
+    def test_one_that_does_not_tell_which_process_it_is_may_be_another_in_the_next_round(self) -> None:
+        class Silent(FakeEngine):
+            def _told(self, nonce: str) -> dict[str, Any]:
+                return super()._told(nonce) | {"kind": "client", "workers": [], "instance_id": None}
+
+            async def require_incarnation(self, incarnation: str) -> None:
+                raise AssertionError("nobody knows it")
+
+        async def story() -> None:
+            fleet = fleet_of(1)
+            fleet.engines[0] = Silent("r0")
+            await fleet.attach()
+            keys = set()
+            for version in range(2):
+                engine = FakeTrainerEngine(GROUPED)
+                await fleet.relay(version, engine=engine)
+                keys.add(engine.members.key)
+            assert len(keys) == 2
+
+        run(story)
+
     def test_what_an_earlier_round_set_up_is_used_again_without_its_init_info(self) -> None:
         async def story() -> None:
             fleet = await fleet_of(1).attach()
@@ -265,6 +288,24 @@ class TestEndsBeforeStart:
                 await fleet.relay(1)
             assert caught.value.replicas == ("r1",)
             assert not any({"pause", "mark", "native"} & set(engine.calls) for engine in fleet.engines)
+
+        run(story)
+
+    @pytest.mark.parametrize("kind", ["http", "client"])
+    def test_an_engine_that_no_handle_reaches_is_refused_before_anything_is_touched(self, kind: str) -> None:
+        class Far(FakeEngine):
+            def _told(self, nonce: str) -> dict[str, Any]:
+                return super()._told(nonce) | {"kind": kind}
+
+        async def story() -> None:
+            fleet = fleet_of(2)
+            fleet.engines[1] = Far("r1")
+            await fleet.attach()
+            with pytest.raises(RoundAborted, match="attach the engine by its actor") as caught:
+                await fleet.relay(1)
+            assert caught.value.replicas == ("r1",)
+            assert not any("pause" in engine.calls for engine in fleet.engines)
+            assert (await fleet.relay(2, engine=FakeTrainerEngine(GROUPED))).committed == ("r0", "r1")
 
         run(story)
 
@@ -388,6 +429,25 @@ class TestSnapshots:
             assert engine.members is None
             with pytest.raises(RoundAborted, match="other bytes"):
                 await fleet.relay(1, engine=FakeTrainerEngine(digest="another"))
+
+        run(story)
+
+
+class TestPatches:
+    def test_only_engines_that_hold_the_version_before_are_patched(self) -> None:
+        async def story() -> None:
+            fleet = await fleet_of(2, on_failure=FailurePolicy(auto_heal=False)).attach()
+            patch = Plan.from_metadata([ParamMeta("weight", torch.float32, (4,))], partial=True)
+            assert (await fleet.relay(1, engine=FakeTrainerEngine("sparse_nccl"), plan=patch)).committed == ("r0", "r1")
+            fleet.engines[1].faults["finish"] = "raise"
+            with pytest.raises(ReplicasLost):
+                await fleet.relay(2, engine=FakeTrainerEngine("sparse_nccl"), plan=patch)
+            fleet.forget_calls()
+            with pytest.raises(RoundAborted, match="is a patch of the version before, which r1 does not hold") as caught:
+                await fleet.relay(3, engine=FakeTrainerEngine("sparse_nccl"), plan=patch)
+            assert caught.value.replicas == ("r1",)
+            assert not any("pause" in engine.calls for engine in fleet.engines)
+            assert (await fleet.relay(4)).committed == ("r0", "r1")
 
         run(story)
 

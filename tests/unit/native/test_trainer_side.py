@@ -1,0 +1,116 @@
+"""The trainer's end of a native transport: what its engine reads, the place where it is met, and what it is left with when it hangs."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import ray_weightsync as rws
+from ray_weightsync.errors import ConfigError
+from ray_weightsync.transports.native.engine import _Place
+from ray_weightsync.transports.native.patches import Patches
+from ray_weightsync.transports.native.source import RoundSource
+from ray_weightsync.weights.plan import Plan
+from ray_weightsync.weights.sources import StateDictSource
+
+WEIGHTS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(3, dtype=torch.bfloat16)}
+
+
+def source_of(weights: Any) -> RoundSource:
+    given = StateDictSource(WEIGHTS)
+    source = RoundSource()
+    source.begin(weights or given, Plan.from_metadata(given.metadata()))
+    return source
+
+
+class TestRoundSource:
+    def test_what_an_engine_reads_is_what_the_round_sends_and_its_digest_is_the_weights(self) -> None:
+        source = source_of(None)
+        assert [(each.name, each.dtype, each.shape) for each in source.metadata()] == [
+            ("a", torch.float32, (2, 3)),
+            ("b", torch.bfloat16, (3,)),
+        ]
+        assert [name for name, _ in source] == ["a", "b"]
+        packed = source.packed()
+        assert (packed.digest, packed.num_bytes, packed.num_tensors) == (rws.weights_digest(WEIGHTS), 30, 2)
+
+    def test_an_engine_that_stops_reading_has_sent_nothing_that_could_be_sealed(self) -> None:
+        source = source_of(None)
+        next(iter(source))
+        with pytest.raises(ConfigError, match="had not read all weights"):
+            source.packed()
+
+    def test_what_an_earlier_round_read_is_forgotten(self) -> None:
+        source = source_of(None)
+        list(source)
+        source.begin(source.given, source.plan)
+        with pytest.raises(ConfigError, match="had not read all weights"):
+            source.packed()
+
+    def test_a_source_that_disagrees_with_its_metadata_is_stopped_before_its_tensor_is_sent(self) -> None:
+        class Disagreeing(StateDictSource):
+            def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+                yield "a", WEIGHTS["a"]
+                yield "b", WEIGHTS["b"].float()
+
+        source, read = source_of(Disagreeing(WEIGHTS)), []
+        with pytest.raises(ConfigError, match=r"'b' as .*float32"):
+            read.extend(name for name, _ in source)
+        with pytest.raises(ConfigError, match="had not read all weights"):
+            source.packed()
+
+
+class TestPlace:
+    def test_whoever_sets_the_same_option_may_listen_beside_it_and_nobody_is_given_it_as_any_free_port(self) -> None:
+        place = _Place()
+        try:
+            with socket.socket() as vllms:
+                vllms.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                vllms.bind((place.address, place.port))
+                vllms.listen()
+                with socket.create_connection((place.address, place.port), timeout=5):
+                    pass
+            with socket.socket() as another, pytest.raises(OSError, match="in use"):
+                another.bind((place.address, place.port))
+        finally:
+            place.close()
+
+    def test_the_port_is_free_again_when_it_is_closed(self) -> None:
+        place = _Place()
+        place.close()
+        with socket.socket() as another:
+            another.bind((place.address, place.port))
+
+
+def patch(name: str = "a", **fields: Any) -> Any:
+    values = {"indices": torch.tensor([1, 4], dtype=torch.int32), "values": torch.tensor([1.0, 2.0]), "full_shape": (2, 3)}
+    return SimpleNamespace(name=name, **(values | fields))
+
+
+class TestPatches:
+    def test_the_plan_has_the_whole_tensors_and_says_that_they_are_some_of_the_models(self) -> None:
+        plan = Plan.from_metadata(Patches([patch()]).metadata(), partial=True)
+        assert [(spec.name, spec.shape) for spec in plan.tensors] == [("a", (2, 3))]
+        assert plan.partial
+
+    def test_the_digest_tells_what_is_changed_and_where(self) -> None:
+        elsewhere = patch(indices=torch.tensor([1, 5], dtype=torch.int32))
+        others = [patch("b"), elsewhere, patch(values=torch.tensor([1.0, 3.0])), patch(full_shape=(3, 2))]
+        digests = [Patches([each]).packed().digest for each in (patch(), *others)]
+        assert len(set(digests)) == 5
+        assert Patches([patch()]).packed().digest == digests[0]
+        assert (Patches([patch()]).packed().num_bytes, Patches([patch()]).packed().num_tensors) == (16, 1)
+
+    @pytest.mark.parametrize("given", [WEIGHTS, [("a", WEIGHTS["a"])], torch.nn.Linear(1, 1), [patch(values=torch.ones(3))], 3])
+    def test_what_is_no_patch_is_refused_with_what_one_is(self, given: Any) -> None:
+        with pytest.raises(ConfigError, match="SparseWeightPatch"):
+            Patches(given)
+
+    def test_no_patches_are_refused(self) -> None:
+        with pytest.raises(ConfigError, match="nothing to send"):
+            Patches([])
