@@ -86,7 +86,8 @@ def problems_of(plan: Plan, headers: Headers) -> tuple[str, ...]:
             there = f"{dtype} of shape {list(shape)}"
             wrong.append(f"{spec.name!r} is {there} there, and would be {spec.dtype} of shape {list(spec.shape)}")
     sent = {spec.name for spec in plan.tensors}
-    missing = [repr(name) for name in headers.tensors if name not in sent and not _is_optional(name, headers)]
+    expected = () if plan.partial else headers.tensors
+    missing = [repr(name) for name in expected if name not in sent and not _is_optional(name, headers)]
     said = [_counted("", wrong)] if wrong else []
     said.extend([_counted("its checkpoint has no tensor ", unknown)] if unknown else [])
     said.extend([_counted("the plan lacks ", missing)] if missing else [])

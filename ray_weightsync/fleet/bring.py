@@ -22,7 +22,7 @@ from ray_weightsync.errors import CallFailure
 from ray_weightsync.fleet.fence import fence
 from ray_weightsync.fleet.putback import put_back
 from ray_weightsync.fleet.relay import Ended, Relay
-from ray_weightsync.fleet.replica import Replica
+from ray_weightsync.fleet.replica import Left, Replica
 from ray_weightsync.fleet.round import Aborted, Member, NotAll, RoundLog, RoundSpec
 from ray_weightsync.fleet.states import ReplicaEvent, ReplicaState
 from ray_weightsync.fleet.steps import Call, StepFailed, chain
@@ -170,7 +170,7 @@ class Bring:
             why = culprits.get(member.replica.id)
             if why is not None and leaves_out_of_step(member.replica, why):
                 await fence(member.replica, why, spec=self.spec, timeline=self.log.timeline)
-                member.replica.may_be_open = True
+                member.replica.left = Left.UNKNOWN
                 raise why
             await put_back(member, spec=self.spec, timeline=self.log.timeline)
 

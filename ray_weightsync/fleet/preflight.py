@@ -17,7 +17,7 @@ from ray_weightsync.engines.headers import Headers, headers_of, problems_of
 from ray_weightsync.engines.resolve import inspect
 from ray_weightsync.errors import CallFailure, EngineCallError
 from ray_weightsync.fleet.claims import Claims
-from ray_weightsync.fleet.replica import Replica
+from ray_weightsync.fleet.replica import Left, Replica
 from ray_weightsync.fleet.states import ReplicaEvent, ReplicaState
 from ray_weightsync.fleet.steps import StepFailed, Timeline, step
 from ray_weightsync.fleet.stock import OUR_ARGS, flush, ruined, unserved
@@ -147,7 +147,7 @@ async def check(
         # Left by a round of ours that broke inside: our backend's finish completes or flushes, and never raises.
         await step(replica, PHASE, FINISH, limit_s=timeouts.finish_s, timeline=timeline)
         await look(replica, timeouts=timeouts, timeline=timeline)
-    if replica.engine.facts.is_stock and replica.may_be_open:
+    if replica.engine.facts.is_stock and replica.left is not Left.NOTHING:
         if (why := ruined(replica)) is not None:
             raise StepFailed(PHASE, CallFailure(message=why, kind="out_of_step", elapsed_s=0.0), timeouts.preflight_s)
         await flush(replica, timeouts=timeouts, timeline=timeline)

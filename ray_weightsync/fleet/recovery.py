@@ -17,7 +17,7 @@ from ray_weightsync.fleet.fence import fence, fence_engine
 from ray_weightsync.fleet.journal import Outcome, Record, RoundRecord, SnapshotRecord
 from ray_weightsync.fleet.putback import put_back
 from ray_weightsync.fleet.reaching import Reach, Reaching
-from ray_weightsync.fleet.replica import Replica
+from ray_weightsync.fleet.replica import Left, Replica
 from ray_weightsync.fleet.reporting import report_of
 from ray_weightsync.fleet.round import Member, RoundLog, RoundSpec
 from ray_weightsync.fleet.settlement import Ending, Standing, Trace, endings, standing, trace, why
@@ -238,7 +238,7 @@ class Recovery:
                 said = f" ({self._problems[name]})" if name in self._problems else ""
                 member.failed = StepFailed(PHASE, CallFailure(message=f"{why(left, round_)}{said}", kind=kind, elapsed_s=0.0), 0.0)
                 await fence(replica, member.failed, spec=bring.spec, timeline=timeline)
-                replica.may_be_open = left in (Trace.TORN, Trace.BUSY, Trace.FOREIGN)
+                replica.left = Left.UNKNOWN if left in (Trace.TORN, Trace.BUSY, Trace.FOREIGN) else replica.left
                 if left is Trace.RESTARTED:
                     replica.forget_incarnation()
         except StepFailed as failed:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from ray_weightsync.config import Native, Timeouts
 from ray_weightsync.errors import CallFailure, ConfigError, RoundAborted
 from ray_weightsync.fleet.live import Live
+from ray_weightsync.fleet.replica import Left
 from ray_weightsync.fleet.steps import Call, StepFailed
 from ray_weightsync.fleet.topology import Group
 from ray_weightsync.protocol.channel import FINISH, INIT, SHUTDOWN, START, UPDATE
@@ -167,6 +168,8 @@ class Relay(Live[NativeMembers]):
             verb = order.verb
 
     async def _carry_out(self, order: _Order, replica: Replica, carry_out: CarryOut) -> None:
+        if order.verb != INIT:
+            replica.left = Left.UNKNOWN
         try:
             await carry_out(PHASES[order.verb], self._calls(order, replica))
         except StepFailed as failed:
@@ -176,6 +179,8 @@ class Relay(Live[NativeMembers]):
                 f"{failed.failure.message}: nothing ends a wait in a group of vLLM's own {self.backend}; kill the engine if it stays stuck"
             )
             raise StepFailed(failed.phase, replace(failed.failure, message=words), failed.limit_s, failed.goes_on) from failed
+        if order.verb != INIT:
+            replica.left = Left.NOTHING if order.verb == FINISH else Left.OPEN
         order.waits_for.discard(replica.id)
         order.answers += 1
         self._notify()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from ray_weightsync.config import is_tombstone
@@ -19,6 +20,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+class Left(StrEnum):
+    """What an update that was not committed left in an engine which nobody can ask."""
+
+    NOTHING = "nothing"
+    OPEN = "open"
+    """It is open, and every call of it that was made was answered well."""
+    UNKNOWN = "unknown"
+    """A call of it failed, was not answered, or is known of by nobody."""
+
+
 @dataclass(eq=False)
 class Replica:
     """A fleet member. Owned by the coordinator, changed on its event loop only.
@@ -29,7 +40,7 @@ class Replica:
         version: The label whose weights it holds, if it is known.
         brought: Whether a round of this session brought those weights, all of them.
         attested: Whether its workers proved them. Those of a stock engine prove nothing.
-        may_be_open: An update began in it that was not committed. Our worker side leaves no such update open; a stock engine may.
+        left: What the latest update left in a stock engine. Our worker side leaves nothing.
         served: It was SERVING when the round in progress passed *start*; a router may go on sending (requests queue).
         leaving: Its removal was asked for: no new requests, no further round.
         owner_paused: Its owner had paused it before this session first touched it, and finds it so afterwards.
@@ -53,7 +64,7 @@ class Replica:
     version: str | None = None
     brought: bool = False
     attested: bool = False
-    may_be_open: bool = False
+    left: Left = Left.NOTHING
     served: bool = False
     leaving: bool = False
     owner_paused: bool = False
@@ -108,10 +119,8 @@ class Replica:
             self.served = before is ReplicaState.SERVING or (before is ReplicaState.UPDATING and self.served)
         if event in (ReplicaEvent.START, ReplicaEvent.FAIL):
             self.brought = self.attested = False
-        if event is ReplicaEvent.START:
-            self.may_be_open = True
         if event is ReplicaEvent.COMMIT:
-            self.may_be_open = False
+            self.left = Left.NOTHING
             self.heals, self.probe_failed, self.lost = 0, False, False
         self.error = error if event in (ReplicaEvent.FAIL, ReplicaEvent.RETIRE) else None
         if before is not self.state:
@@ -124,8 +133,8 @@ class Replica:
 
     def found_torn(self) -> None:
         """It was found under a tombstone. If that is not ours, some round has begun to change it, and did not come to an end."""
-        self.may_be_open = self.may_be_open or not self.fenced_by_us
-        self.fenced_by_us = True
+        if not self.fenced_by_us:
+            self.fenced_by_us, self.left = True, Left.UNKNOWN
 
     def forget_incarnation(self) -> None:
         """The engine restarted: whatever its earlier process knew or proved is gone."""
@@ -133,7 +142,8 @@ class Replica:
         self.stores.clear()
         self.unanswered.clear()
         self.version = self.headers = None
-        self.brought = self.attested = self.may_be_open = False
+        self.brought = self.attested = False
+        self.left = Left.NOTHING
         self.fenced_by_us = False
         self.probe_failed = False
         self.asleep_tags = set()

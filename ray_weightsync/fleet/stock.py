@@ -13,7 +13,7 @@ from ray_weightsync.config import Auto, Collective, Native
 from ray_weightsync.engines.facts import EngineFacts
 from ray_weightsync.errors import AttachError
 from ray_weightsync.fleet.choosing import BY_CHOICE
-from ray_weightsync.fleet.replica import Replica
+from ray_weightsync.fleet.replica import Left, Replica
 from ray_weightsync.fleet.steps import StepFailed, Timeline, step
 from ray_weightsync.protocol.channel import FINISH, PAUSE, START
 
@@ -97,10 +97,10 @@ def ruined(replica: Replica) -> str | None:
     later reply is one call old. So what is called a success then need not be one.
     """
     facts = replica.engine.facts
-    if not facts.is_stock or not replica.may_be_open or facts.world_size == 1:
+    if not facts.is_stock or replica.left is not Left.UNKNOWN or facts.world_size == 1:
         return None
     return (
-        f"an update of it ended in a failure, and it has {facts.world_size} workers on vLLM's own {facts.backend!r} backend: their replies "
+        f"a call of an update failed in it, and it has {facts.world_size} workers on vLLM's own {facts.backend!r} backend: their replies "
         "may be out of step with the calls for good; only a new engine in its place helps"
     )
 
@@ -111,10 +111,10 @@ def leaves_out_of_step(replica: Replica, failed: StepFailed) -> bool:
 
 
 async def flush(replica: Replica, *, timeouts: Timeouts, timeline: Timeline) -> None:
-    """Bring the one worker of a stock engine to where an update can begin: what the last one left would spoil it.
+    """Bring a stock engine that is not `ruined` to where an update can begin: what the last one left would spoil it.
 
-    vLLM closes an update that fails, and keeps what was loaded; one that was left open refuses *start*. After *start* and *finish* the
-    model has neither, and torn weights.
+    One that is open is finished. vLLM itself closes one that fails, and keeps what was loaded: *start* and *finish* do away with that, and
+    of one worker it does no harm if *start* is refused, as it is where an update is open after all. The weights are torn in any case.
 
     Raises:
         StepFailed: if it cannot be; it is left as it is.
@@ -122,13 +122,15 @@ async def flush(replica: Replica, *, timeouts: Timeouts, timeline: Timeline) -> 
     if replica.engine.facts.paused is not True and replica.engine.channel.supports(PAUSE):
         pause = {"mode": "keep", "clear_cache": False}
         await step(replica, "preflight", PAUSE, limit_s=timeouts.pause_s, timeline=timeline, **pause)
-    try:
-        await step(replica, "preflight", START, limit_s=timeouts.start_s, timeline=timeline)
-    except StepFailed as failed:
-        if failed.failure.kind != "raised":
-            raise
+    if replica.left is Left.UNKNOWN:
+        try:
+            await step(replica, "preflight", START, limit_s=timeouts.start_s, timeline=timeline)
+        except StepFailed as failed:
+            if failed.failure.kind != "raised":
+                raise
+    replica.left = Left.UNKNOWN
     await step(replica, "preflight", FINISH, limit_s=timeouts.finish_s, timeline=timeline)
-    replica.may_be_open = False
+    replica.left = Left.NOTHING
 
 
 def missing_of(replica: Replica) -> list[str]:

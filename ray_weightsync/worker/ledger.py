@@ -120,8 +120,8 @@ class Ledger:
                 problems.append(f"{parameter.name} would be given the same place twice, by {first!r} and {second!r}")
             elif parameter.copied > whole:
                 problems.append(f"{parameter.name} has {whole} elements and would be given {parameter.copied}")
-            elif plan.partial:
-                continue
+            elif plan.partial and parameter.name not in names:
+                continue  # it is left out, or a part of it is, on purpose
             elif parameter.copied + parameter.filled < wanted and not (parameter.copied == 0 and is_optional(parameter.name)):
                 problems.append(_missing(parameter, wanted, names))
         return problems

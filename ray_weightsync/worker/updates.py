@@ -154,11 +154,14 @@ class WorkerUpdates:
         if over_open:
             session.failures.append("start_weight_update came while an update was open")
             return  # the model is mid-load; finish flushes it
+        self._record("start_weight_update", partial(self._begin, session, chosen))
+
+    def _begin(self, session: Session, chosen: Chosen | None) -> None:
         self._course = self._ours
         if chosen is not None:
             session.round, session.epoch = chosen.round, chosen.epoch
             self._course = chosen.delegate.course()
-        self._record("start_weight_update", self._course.start)
+        self._course.start()
 
     def update(self, info: Mapping[str, Any]) -> None:
         """Receive and load what ``info`` names. Never raises; whatever goes wrong is told by the outcome.
@@ -185,8 +188,11 @@ class WorkerUpdates:
             self._course.finish()
             self._course, session.round = self._ours, None
             self._course.start()
-        if session.round is not None and (named != (session.round, session.epoch) or session.plan not in (None, plan)):
-            raise ValueError(f"round {named[0]} of epoch {named[1]}, plan {plan}: the session is of round {session.round}, {session.epoch}")
+        if session.round is not None and named != (session.round, session.epoch):
+            begun = f"round {session.round} of epoch {session.epoch}"
+            raise ValueError(f"this update is of round {named[0]} of epoch {named[1]}, the session was begun for {begun}")
+        if session.plan not in (None, plan):
+            raise ValueError(f"this update is of plan {plan}, the session's first was of plan {session.plan}")
         (session.round, session.epoch), session.plan = named, plan
         payload.limit_s(info)
         self._require_current(named[1])

@@ -114,8 +114,11 @@ class InPlace(FromFile):
         self.calls.append("start")
 
     def load(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
-        from vllm.model_executor.model_loader.checkpoint_weight_patch import CheckpointWeightPatch, load_checkpoint_weight_patches
-
+        try:
+            from vllm.model_executor.model_loader.checkpoint_weight_patch import CheckpointWeightPatch, load_checkpoint_weight_patches
+        except ModuleNotFoundError:  # vLLM 0.28
+            self.model.load_weights(pairs)
+            return
         patches = []
         for name, tensor in pairs:
             every = torch.arange(tensor.numel(), dtype=torch.int32)

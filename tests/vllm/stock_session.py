@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import ray
@@ -10,9 +10,20 @@ import torch
 
 import ray_weightsync as rws
 from ray_weightsync.report import FleetStatus, SyncReport
+from ray_weightsync.weights.sources import StateDictSource
 from tests.vllm import support
 
 EXTENSION = "tests.vllm.stock_faults.FailingExtension"
+
+
+class Broken(StateDictSource):
+    """Fails in the middle."""
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for number, pair in enumerate(super().__iter__()):
+            if number == 7:
+                raise ZeroDivisionError("the optimizer is broken")
+            yield pair
 
 
 class Trainer:
@@ -42,6 +53,10 @@ class Trainer:
         if reshaped is not None:
             pairs[reshaped] = torch.cat([pairs[reshaped], pairs[reshaped][:1]])
         return self.session.send_weights(pairs, version=version)
+
+    def send_and_fail(self, checkpoint: str, version: str) -> SyncReport:
+        """Send the first tensors of a checkpoint, and fail."""
+        return self.session.send_weights(Broken(support.checkpoint(checkpoint)), version=version)
 
     def status(self) -> FleetStatus:
         return self.session.status()

@@ -96,6 +96,16 @@ def test_a_wrong_shape_is_refused_by_the_checkpoints_headers_before_anything_cha
     session.serves(before[0], "a")
 
 
+@pytest.mark.parametrize("session", [on("one", "two")], indirect=True)
+def test_a_source_that_fails_midway_costs_no_engine_and_the_next_round_serves_on_all(session: Stock) -> None:
+    with pytest.raises(rws.FleetTorn, match="the optimizer is broken"):
+        session.told("send_and_fail", session.checkpoints.b, "torn")
+    assert all(engine.call("get_weight_version").startswith("!rws:") for engine in (session.one, session.two))
+    assert session.send("b", "b").committed == ("r0", "r1")
+    session.serves("b", "b")
+    session.send("a", "a")
+
+
 @pytest.mark.parametrize("session", [on("one")], indirect=True)
 def test_one_worker_that_failed_to_load_is_flushed_and_serves_the_next_round(session: Stock) -> None:
     session.one.rpc("fail_to_load", list(support.checkpoint(session.checkpoints.b))[-1])

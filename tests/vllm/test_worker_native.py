@@ -212,7 +212,8 @@ def test_a_model_that_leaves_a_layer_out_or_fails_in_finish_is_found(
     native.session(plan, *parts(file_b, list(pairs_b)))
     told = native.verdict(pairs_b)
     words = {"skip": "model.layers.2.mlp.down_proj got no weights at all", "finish": "made to fail in finish"}[step]
-    assert told == f"rws: rank 0: finish_weight_update: RuntimeError: {words}"
+    assert told.startswith("rws: rank 0: ")
+    assert told.endswith(f"RuntimeError: {words}")
     assert native.leftovers() == []
     native.rpc("rws_test_heal")
     works_again(native, pairs_b, file_b, fresh_b)

@@ -15,6 +15,7 @@ import pytest
 import ray
 from engine_actors import Counter, Foreign, Gate, Holder, Lacking, Mixed, MixedEmpty, MixedLate, MixedSync, Own, SyncHolder
 
+from ray_weightsync import WeightSync
 from ray_weightsync.engines.inspect import ask
 from ray_weightsync.engines.ref import EngineRef, as_refs
 from ray_weightsync.engines.resolve import Engine, inspect, resolve, resolve_all
@@ -148,13 +149,22 @@ class TestWhatIsRefused:
 
     @pytest.mark.parametrize(
         "fields",
-        [{"backend": None}, {"backend": "nccl"}, {"extension": ""}, {"extension": "their.Extension"}],
-        ids=["none", "nccl", "bare", "own"],
+        [{"backend": None}, {"extension": ""}, {"extension": "their.Extension"}],
+        ids=["none", "bare", "own"],
     )
     def test_an_engine_without_our_worker_side_says_how_to_start_it_and_is_not_asked_for_it(self, make: Make, fields: Any) -> None:
         handle = make(Holder, **fields)
         assert "**ray_weightsync.vllm_engine_args()" in refusal(handle)
         assert "collective_rpc" not in ray.get(handle.order.remote())
+
+    def test_an_engine_on_vllms_own_backend_is_known_by_it_and_not_asked_for_our_method(self, make: Make) -> None:
+        handle = make(Holder, backend="nccl")
+        assert attach(handle).facts.is_stock
+        assert "collective_rpc" not in ray.get(handle.order.remote())
+
+    def test_a_session_that_cannot_serve_it_says_which_could(self, make: Make) -> None:
+        with pytest.raises(AttachError, match=r"its weight-transfer backend is 'nccl'.*transport='collective'"):
+            WeightSync.attach([make(Holder, backend="nccl")], transport="host")
 
     def test_another_package_version_in_the_workers_names_both(self, make: Make) -> None:
         said = refusal(make(Holder, package_version="0.0.1"))
@@ -187,12 +197,12 @@ class TestWhatIsRefused:
             as_refs([handle, EngineRef(handle, id="again")])
 
     def test_each_refused_engine_is_named_with_its_reason(self, make: Make) -> None:
-        refs = as_refs([make(Holder), make(Counter), EngineRef(make(Holder, backend="nccl"), id="nccl")])
+        refs = as_refs([make(Holder), make(Counter), EngineRef(make(Holder, backend=None), id="none")])
         with pytest.raises(AttachError, match="2 of 3 engines cannot be attached") as raised:
             asyncio.run(resolve_all(refs, limit_s=LIMIT_S))
-        assert set(raised.value.replicas) == {"r1", "nccl"}
+        assert set(raised.value.replicas) == {"r1", "none"}
         assert "lacks" in str(raised.value)
-        assert "'nccl'" in str(raised.value)
+        assert "no weight-transfer backend" in str(raised.value)
 
     def test_a_synchronous_engine_under_the_mixin_is_refused_with_the_way_out(self, make: Make) -> None:
         said = refusal(make(MixedSync))

@@ -48,6 +48,11 @@ def test_what_is_not_as_in_the_checkpoint_is_named(changed: dict[str, Any], said
     assert problems_of(plan(**tensors), HEADERS) == (said,)
 
 
+def test_a_plan_of_some_tensors_need_not_have_the_others() -> None:
+    some = Plan.from_metadata([ParamMeta("norm", BF16, (4,))], partial=True)
+    assert problems_of(some, HEADERS) == ()
+
+
 def test_of_many_the_first_are_named_and_the_rest_is_counted() -> None:
     many = Headers(tensors={f"t{index}": ("float32", (1,)) for index in range(5)} | dict(HEADERS.tensors))
     assert problems_of(plan(**SAME), many) == ("the plan lacks 't0', 't1', 't2', and 2 more",)

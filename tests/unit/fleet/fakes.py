@@ -215,7 +215,8 @@ class FakeEngine(StepByStep):
         if info["op"] == "see" and not info["probe"]:
             raise ValueError("rws: rank 0: a probe has the fields directory, name and nonce")
         if info["op"] == "native":
-            assert self.paused and not self.update_open
+            assert self.paused
+            assert not self.update_open
             self.inits.append(info["init_info"])
         if info["op"] == "judge":
             self.judging = info["plan"]["digest"]

@@ -18,7 +18,7 @@ from ray_weightsync.engines.resolve import Engine
 from ray_weightsync.errors import AttachError
 from ray_weightsync.fleet.preflight import refusal
 from ray_weightsync.fleet.repair import may_be_healed_unasked, never_again
-from ray_weightsync.fleet.replica import Replica
+from ray_weightsync.fleet.replica import Left, Replica
 from ray_weightsync.fleet.states import ReplicaEvent, ReplicaState
 from ray_weightsync.fleet.steps import StepFailed, Timeline
 from ray_weightsync.fleet.stock import flush, missing_of, mixed, refused, ruined, served_by
@@ -136,9 +136,10 @@ class TestAfterAFailure:
     def test_one_of_several_workers_has_to_be_replaced_and_one_of_one_has_not(self) -> None:
         wide = replica_of(StockEngine("r0", num_workers=2))
         assert ruined(wide) is None
+        wide.left = Left.OPEN
+        assert ruined(wide) is None
         for replica in (wide, narrow := replica_of(StockEngine("r1")), guarded := replica_of(FakeEngine("r2"))):
-            replica.happen(ReplicaEvent.START)
-            replica.happen(ReplicaEvent.FAIL, error="x")
+            replica.left = Left.UNKNOWN
         said = ruined(wide)
         assert said is not None
         assert "it has 2 workers" in said
@@ -149,9 +150,10 @@ class TestAfterAFailure:
     def test_a_commit_or_a_new_process_makes_it_as_good_as_new(self) -> None:
         wide = replica_of(StockEngine("r0", num_workers=2))
         wide.happen(ReplicaEvent.START)
+        wide.left = Left.UNKNOWN
         wide.happen(ReplicaEvent.COMMIT)
-        assert not wide.may_be_open
-        wide.happen(ReplicaEvent.START)
+        assert ruined(wide) is None
+        wide.left = Left.UNKNOWN
         wide.forget_incarnation()
         assert ruined(wide) is None
 
@@ -160,7 +162,7 @@ class TestAfterAFailure:
         ours.lose_weights("a probe refused it")
         for replica in (found, ours):
             replica.found_torn()
-        assert (found.may_be_open, ours.may_be_open) == (True, False)
+        assert (found.left, ours.left) == (Left.UNKNOWN, Left.NOTHING)
 
     def test_it_costs_no_heal_to_wait_for_the_next_round(self) -> None:
         assert may_be_healed_unasked(replica_of(FakeEngine("r0"), state=ReplicaState.QUARANTINED))
@@ -169,27 +171,41 @@ class TestAfterAFailure:
     @pytest.mark.parametrize("left", ["open", "failed", "closed"])
     def test_the_flush_of_one_worker_leaves_an_engine_that_takes_a_complete_update(self, left: str) -> None:
         engine = StockEngine("r0")
-        replica = replica_of(engine, state=ReplicaState.QUARANTINED, may_be_open=True)
+        replica = replica_of(engine, state=ReplicaState.QUARANTINED, left=Left.UNKNOWN)
 
         async def story() -> None:
             engine.update_open, engine.leftovers = left == "open", left == "failed"
             await flush(replica, timeouts=QUICK, timeline=Timeline())
             assert engine.paused
-            assert not replica.may_be_open
+            assert replica.left is Left.NOTHING
             await engine.call(START)
             await engine.call(UPDATE, {})
 
         run(story)
 
-    def test_one_that_cannot_be_flushed_still_may_be_open(self) -> None:
+    @pytest.mark.parametrize("num_workers", [1, 2])
+    def test_one_whose_calls_all_went_well_is_only_finished(self, num_workers: int) -> None:
+        engine = StockEngine("r0", num_workers=num_workers)
+        replica = replica_of(engine, state=ReplicaState.QUARANTINED, left=Left.OPEN)
+
+        async def story() -> None:
+            engine.update_open = engine.paused = True
+            replica.engine = replica.engine.with_facts(await ask(engine, "n", limit_s=1.0))
+            engine.calls.clear()
+            await flush(replica, timeouts=QUICK, timeline=Timeline())
+            assert engine.calls == ["finish"]
+
+        run(story)
+
+    def test_one_that_cannot_be_flushed_is_not_taken_for_flushed(self) -> None:
         engine = StockEngine("r0")
-        replica = replica_of(engine, state=ReplicaState.QUARANTINED, may_be_open=True)
+        replica = replica_of(engine, state=ReplicaState.QUARANTINED, left=Left.UNKNOWN)
 
         async def story() -> None:
             engine.faults["finish"] = "raise"
             with pytest.raises(StepFailed, match="made to fail in finish"):
                 await flush(replica, timeouts=QUICK, timeline=Timeline())
-            assert replica.may_be_open
+            assert replica.left is Left.UNKNOWN
             engine.faults["start"] = "hang"
             with pytest.raises(StepFailed, match="start_weight_update was not answered"):
                 await flush(replica, timeouts=QUICK, timeline=Timeline())

@@ -178,13 +178,29 @@ class TestFailures:
 
         run(story)
 
-    def test_one_that_was_left_open_is_closed(self) -> None:
+    def test_a_source_that_fails_leaves_updates_open_that_are_finished_also_in_several_workers(self) -> None:
         async def story() -> None:
-            fleet = await StockFleet(1).attach()
+            fleet = await StockFleet(1, 2).attach()
             with pytest.raises(FleetTorn, match="the source has failed"):
                 await fleet.relay(1, gives_up=True)
-            assert fleet[0].update_open
-            assert (await fleet.relay(2)).committed == ("r0",)
+            assert fleet[1].update_open
+            await fleet.coordinator.health.check()
+            fleet.forget_calls()
+            assert (await fleet.relay(2)).committed == ("r0", "r1")
+            assert [engine.calls[:2] for engine in fleet.engines] == [["inspect", "finish"]] * 2
+
+        run(story)
+
+    def test_one_whose_own_calls_went_well_outlives_another_that_failed(self) -> None:
+        async def story() -> None:
+            fleet = await StockFleet(2, 1).attach()
+            await fleet.relay(1)
+            fleet[1].faults["start"] = "raise"
+            with pytest.raises(FleetTorn):
+                await fleet.relay(2)
+            fleet.forget_calls()
+            assert (await fleet.relay(3)).committed == ("r0", "r1")
+            assert fleet[0].calls[:2] == ["inspect", "finish"]
 
         run(story)
 
