@@ -114,7 +114,8 @@ class WeightSync(FleetLife):
             engines: Actor handles, actor names, URLs, `EngineRef`s or wire clients.
             trainers: At most one trainer actor with `TrainerMixin`; without one, this process sends.
             name: The session's name; a fresh one by default.
-            transport: ``"auto"``, ``"host"``, ``"collective"``, ``"native:<backend>"``, a `Host`, a `Collective` or a `Native`.
+            transport: ``"auto"`` (each round chooses, by where weights and workers are, and its report says why), ``"host"``,
+                ``"collective"``, ``"native:<backend>"``, a `Host`, a `Collective` or a `Native`.
             pause: What a round does to requests in flight: ``"keep"`` freezes them, ``"wait"`` lets them end, ``"abort"`` ends them.
             cache: What becomes of KV computed with the old weights: ``"recompute"`` drops it, ``"keep"`` keeps it,
                 ``"salt"`` leaves it to requests salted with `FleetView.cache_salt`.

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 import ray
 
-from ray_weightsync.engines.facts import EngineFacts
+from ray_weightsync.engines.facts import DeviceFacts, EngineFacts
 from ray_weightsync.engines.ref import EngineRef
 from ray_weightsync.engines.resolve import Engine, inspect, resolve
 from ray_weightsync.errors import AttachError
@@ -30,6 +30,7 @@ def test_an_unchanged_actor_tells_sizes_identity_and_every_worker(engine: Driver
     assert (facts.kind, facts.backend, facts.in_step) == ("async", "rws", True)
     assert (facts.world_size, facts.tensor_parallel_size, facts.pipeline_parallel_size, facts.data_parallel_size) == (size, size, 1, 1)
     assert [worker.rank for worker in facts.workers] == list(range(size))
+    assert [worker.device for worker in facts.workers] == [DeviceFacts("cpu")] * size
     assert facts.version == engine.call("get_weight_version")
     assert facts.node_id == ray.get_runtime_context().get_node_id()
     assert facts.incarnation

@@ -126,6 +126,7 @@ def test_what_a_worker_says_of_itself(engine: Driver, stage: Stage, pairs_a: Pai
         assert worker["resident"] == ["weights", "kv_cache"]
         assert (worker["round"], worker["epoch"]) == (engine.round, engine.epoch)
         assert (worker["update_open"], worker["failure"]) == (False, None)
+        assert worker["device"] == {"type": "cpu", "uuid": None}
     engine.pause()
     engine.call("start_weight_update")
     assert [worker["update_open"] for worker in engine.describe()] == [True] * engine.world_size
