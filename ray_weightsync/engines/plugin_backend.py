@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from ray_weightsync.engines.plugin import receivers
-from ray_weightsync.worker.backend import RwsBackend
+from ray_weightsync.transports.native.factory import VLLMBackends
+from ray_weightsync.transports.native.receiver import NativeReceiver
+from ray_weightsync.worker.backend import RwsBackend, VLLMModel
 from ray_weightsync.worker.receiver import Receiver
 
 
 class Backend(RwsBackend):
     """`RwsBackend` that receives from every transport of this package."""
 
-    def receivers(self) -> Mapping[str, Receiver]:
+    def receivers(self, into: VLLMModel) -> Mapping[str, Receiver]:
         """This package's receivers."""
-        return receivers(lambda: rank_in_replica(self.parallel_config))
+        rank = partial(rank_in_replica, self.parallel_config)
+        backends = VLLMBackends(self.vllm_config, self.device, self.model)
+        return {**receivers(rank), "native": NativeReceiver(backends, self.model, into, rank)}
 
 
 def rank_in_replica(parallel_config: Any) -> int:

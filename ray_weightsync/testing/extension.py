@@ -29,6 +29,6 @@ class FaultyExtension(WorkerExtension):
         kept = vars(self)
         if "_rws_faults_kept" not in kept:
             updates = self.weight_transfer_engine.updates  # type: ignore[attr-defined]  # vLLM's worker, which this class is mixed into
-            kept["_rws_faults_kept"] = WorkerFaults(updates, flush=updates._model._reload.flush)
+            kept["_rws_faults_kept"] = WorkerFaults(updates, flush=updates._model.reload.flush)
         faults: WorkerFaults = kept["_rws_faults_kept"]
         return faults

@@ -20,6 +20,7 @@ from ray_weightsync.testing.spec import FaultSpec, InjectedFault
 from ray_weightsync.weights.copying import flat_bytes, hash_only
 from ray_weightsync.weights.digest import WeightsDigest
 from ray_weightsync.weights.plan import Plan
+from ray_weightsync.worker.course import Course, Delegate
 from ray_weightsync.worker.receiver import Delivery, Received
 from ray_weightsync.worker.updates import WorkerUpdates
 
@@ -114,6 +115,8 @@ class WorkerFaults:
             self._patch(self._updates, "_verdict", self._verdict(self._updates._verdict))
             for receiver in self._updates._receivers.values():
                 self._patch(receiver, "open", self._open(receiver.open))
+                if isinstance(receiver, Delegate):
+                    self._patch(receiver, "course", self._course(receiver.course))
         self._armed.append(fault)
 
     def _patch(self, owner: Any, name: str, patch: Callable[..., Any]) -> None:
@@ -152,6 +155,9 @@ class WorkerFaults:
             return theirs(info)
 
         return verdict
+
+    def _course(self, theirs: Callable[[], Course]) -> Callable[[], Course]:
+        return lambda: FaultyCourse(theirs(), self._strike, self._next, self._flush)
 
     def _open(self, theirs: Callable[[Plan, Mapping[str, Any]], Delivery]) -> Callable[[Plan, Mapping[str, Any]], Delivery]:
         def open_one(plan: Plan, update: Mapping[str, Any]) -> Delivery:
@@ -195,6 +201,50 @@ class FaultyDelivery:
     def close(self) -> None:
         """As the delivery."""
         self._delivery.close()
+
+
+class FaultyCourse:
+    """A delegate's session with faults: in its *start*, in its first update, in its *finish*."""
+
+    many_updates = True
+
+    def __init__(
+        self, course: Course, strike: Callable[[str], None], armed: Callable[[str], Armed | None], flush: Callable[[], None]
+    ) -> None:
+        self._course = course
+        self._strike = strike
+        self._armed = armed
+        self._flush = flush
+
+    def start(self) -> None:
+        """As the course, after the fault."""
+        self._strike("start")
+        self._course.start()
+
+    def update(self, plan: Plan, info: Mapping[str, Any]) -> Received | None:
+        """As the course. What arrives after a fault that raises is received and dropped, as it is when a loader fails."""
+        fault = self._armed("load")
+        if fault is not None and fault.spec.kind == "corrupt":
+            raise InjectedFault("the bytes of a backend of vLLM's cannot be corrupted on their way; choose another kind of fault")
+        try:
+            self._strike("load")
+        except InjectedFault:
+            self._course.drop(info)
+            raise
+        return self._course.update(plan, info)
+
+    def drop(self, info: Mapping[str, Any]) -> None:
+        """As the course."""
+        self._course.drop(info)
+
+    def finish(self) -> None:
+        """As the course, after the fault; one that raises leaves the model flushed, as a real one does."""
+        try:
+            self._strike("finish")
+        except InjectedFault:
+            self._flush()
+            raise
+        self._course.finish()
 
 
 def flip_last_byte(tensor: torch.Tensor) -> None:

@@ -54,6 +54,7 @@ class Plan:
         num_bytes: Size of the payload in bytes, padding included; a multiple of `ALIGN`.
         segments: Byte ranges that tile the payload, one per writer. Today one.
         target: Which model of the engine is meant; ``"main"``.
+        partial: The tensors are some of the model's; the others stay as they are. Only what patches a model in place can bring it.
 
     Raises:
         ConfigError: if there are no tensors, a name is empty, not a str, not valid unicode or there twice, a dtype is unknown,
@@ -64,10 +65,13 @@ class Plan:
     num_bytes: int
     segments: tuple[Segment, ...]
     target: str = "main"
+    partial: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.target, str) or not self.target:
             raise ConfigError(f"a plan's target must be a non-empty str, not {self.target!r}")
+        if not isinstance(self.partial, bool):
+            raise ConfigError(f"a plan's partial must be a bool, not {self.partial!r}")
         if not self.tensors:
             raise ConfigError("there is nothing to send: the source has no tensors")
         check_names([spec.name for spec in self.tensors])
@@ -93,7 +97,7 @@ class Plan:
             raise ConfigError(f"the segments cover {position} of {offset} bytes")
 
     @classmethod
-    def from_metadata(cls, metadata: Iterable[ParamMetaLike], *, target: str = "main") -> Plan:
+    def from_metadata(cls, metadata: Iterable[ParamMetaLike], *, target: str = "main", partial: bool = False) -> Plan:
         """Lay out what a source's ``metadata()`` declares, in its order.
 
         Shapes given as lists are accepted, dtypes also by name.
@@ -117,10 +121,10 @@ class Plan:
             except ConfigError as error:
                 raise ConfigError(f"tensor {name!r}: {error.message}") from error
             names.append(name)
-        return cls._laid_out(names, layouts, target)
+        return cls._laid_out(names, layouts, target, partial)
 
     @classmethod
-    def _laid_out(cls, names: list[str], layouts: list[tuple[str, tuple[int, ...]]], target: str) -> Plan:
+    def _laid_out(cls, names: list[str], layouts: list[tuple[str, tuple[int, ...]]], target: str, partial: bool) -> Plan:
         specs = []
         offset = 0
         for name, (dtype, shape) in zip(names, layouts, strict=True):
@@ -128,7 +132,7 @@ class Plan:
             nbytes = checked_nbytes(name, dtype, shape)
             specs.append(TensorSpec(name, dtype, shape, offset, nbytes))
             offset += round_up(nbytes)
-        return cls(tuple(specs), offset, (Segment(0, 0, offset),), target)
+        return cls(tuple(specs), offset, (Segment(0, 0, offset),), target, partial)
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -153,8 +157,9 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """32 hex digits over target, order, names, dtypes and shapes; offsets and sizes follow from them."""
-        return xxhash.xxh3_128_hexdigest(json.dumps([self.target, self.structure_digest]).encode())
+        """32 hex digits over target, order, names, dtypes, shapes and whether it is partial; offsets and sizes follow from them."""
+        told = [self.target, self.structure_digest, *(["partial"] if self.partial else [])]
+        return xxhash.xxh3_128_hexdigest(json.dumps(told).encode())
 
     def to_wire(self) -> dict[str, Any]:
         """The plan as plain JSON types: columns, and a table of the distinct (dtype, shape) pairs, of which a model has few."""
@@ -169,6 +174,7 @@ class Plan:
             "segments": [[segment.writer, segment.start, segment.stop] for segment in self.segments],
             "num_bytes": self.num_bytes,
             "digest": self.digest,
+            **({"partial": True} if self.partial else {}),
         }
 
     @classmethod
@@ -178,7 +184,7 @@ class Plan:
         Raises:
             ConfigError: if ``wire`` is not such a dict, was changed on the way, or names a dtype that this torch does not have.
         """
-        if not isinstance(wire, Mapping) or set(wire) != _WIRE_KEYS:
+        if not isinstance(wire, Mapping) or set(wire) - {"partial"} != _WIRE_KEYS:
             found = sorted(map(str, wire)) if isinstance(wire, Mapping) else type(wire).__name__
             raise ConfigError(f"not a wire plan: expected the keys {sorted(_WIRE_KEYS)}, found {found}")
         if not is_int(wire["format"]) or wire["format"] != _WIRE_FORMAT:
@@ -191,7 +197,7 @@ class Plan:
         for index in layout_of:
             if not is_int(index) or not 0 <= index < len(layouts):
                 raise ConfigError(f"wire plan: layout_of must hold indices below {len(layouts)}, not {index!r}")
-        laid_out = cls._laid_out(names, [layouts[index] for index in layout_of], wire["target"])
+        laid_out = cls._laid_out(names, [layouts[index] for index in layout_of], wire["target"], wire.get("partial", False))
         segments = []
         for entry in _wire_list(wire, "segments"):
             if not isinstance(entry, list | tuple) or len(entry) != 3 or not all(map(is_int, entry)):
@@ -203,7 +209,7 @@ class Plan:
             raise ConfigError(f"wire plan: its digest is {laid_out.digest}, it says {wire['digest']!r}; it was changed on the way")
         if tuple(segments) == laid_out.segments:
             return laid_out
-        return cls(laid_out.tensors, laid_out.num_bytes, tuple(segments), laid_out.target)
+        return cls(laid_out.tensors, laid_out.num_bytes, tuple(segments), laid_out.target, laid_out.partial)
 
 
 _WIRE_KEYS = frozenset({"format", "target", "names", "layouts", "layout_of", "segments", "num_bytes", "digest"})

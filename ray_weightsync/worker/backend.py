@@ -6,7 +6,7 @@ receivers there are is said by `ray_weightsync.engines.plugin`, which also regis
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -22,9 +22,11 @@ from ray_weightsync.worker.agreement import over_world_group
 from ray_weightsync.worker.identity import resident
 from ray_weightsync.worker.receiver import Receiver
 from ray_weightsync.worker.reload import LayerwiseReload, restored
-from ray_weightsync.worker.ties import agreeing
+from ray_weightsync.worker.ties import Seen, agreeing
 from ray_weightsync.worker.twin import check_on_twin
 from ray_weightsync.worker.updates import WorkerUpdates
+
+LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 
 
 @dataclass
@@ -54,11 +56,15 @@ class RwsBackend(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[mi
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
         agreement, everyone = over_world_group(get_world_group(), vllm_config.parallel_config.world_size)
-        loader = VLLMModel(vllm_config, device, model, everyone.world_size)
-        self.updates = WorkerUpdates(loader, agreement, self.receivers(), resident=resident, everyone=everyone)
+        into = VLLMModel(vllm_config, device, model, everyone.world_size)
+        self.updates = WorkerUpdates(into, agreement, self.receivers(into), resident=resident, everyone=everyone)
 
-    def receivers(self) -> Mapping[str, Receiver]:
-        """This worker's receivers by their transport's name on the wire."""
+    def receivers(self, into: VLLMModel) -> Mapping[str, Receiver]:
+        """This worker's receivers by their transport's name on the wire.
+
+        Args:
+            into: The way into its model.
+        """
         raise NotImplementedError
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo:
@@ -106,14 +112,19 @@ class RwsBackend(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[mi
 
 
 class VLLMModel:
-    """The way into the model of one vLLM worker: a `ModelLoader` of `ray_weightsync.worker.updates`."""
+    """The way into the model of one vLLM worker: a `ModelLoader` of `ray_weightsync.worker.updates`.
+
+    Attributes:
+        device: Where the model is.
+        reload: The model's reload sessions.
+    """
 
     def __init__(self, vllm_config: Any, device: torch.device, model: torch.nn.Module, world_size: int) -> None:
         self._world_size = world_size
         self._vllm_config = vllm_config
-        self._device = device
+        self.device = device
         self._model: Any = model
-        self._reload = LayerwiseReload(model, vllm_config.model_config)
+        self.reload = LayerwiseReload(model, vllm_config.model_config)
         self._loaded = False
         self._unjudged: list[str] = []
         self._ties: dict[str, frozenset[str]] = {}
@@ -131,8 +142,8 @@ class VLLMModel:
                 plan,
                 restored=restored,
                 world_size=self._world_size,
-                aliases=self._reload.aliases,
-                shared=self._reload.shared,
+                aliases=self.reload.aliases,
+                shared=self.reload.shared,
             )
         self._unjudged = [*verdict.unjudged, *setup.losses(self._vllm_config)]
         for name, others in verdict.ties.items():  # kept for every plan: where a name leads is the model's affair
@@ -146,7 +157,7 @@ class VLLMModel:
     def start(self) -> None:
         """Open a reload session."""
         self._loaded = False
-        self._reload.start()
+        self.reload.start()
 
     def load(self, pairs: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Hand ``pairs`` to the model's own ``load_weights``.
@@ -155,17 +166,30 @@ class VLLMModel:
             ValueError: for tied names that bring different values. vLLM would keep whichever is loaded last, without a word.
             Exception: whatever the model's loaders raise.
         """
-        # As vLLM's own backends do: the check is for checkpoints, and a sender may leave the multi-token-prediction head alone.
-        with disable_mtp_completeness_check():
-            self._model.load_weights(agreeing(pairs, self._ties))
-        if self._device.type != "cpu":
+        self.load_by(self._model.load_weights, pairs, {})
+        if self.device.type != "cpu":
             torch.accelerator.synchronize()  # copies to a device are asynchronous; their errors belong to this update
         self._loaded = True
+
+    def load_by(self, load_weights: LoadWeights, pairs: Iterable[tuple[str, torch.Tensor]], seen: Seen) -> Any:
+        """Hand ``pairs`` to the model's ``load_weights``; returns what that does.
+
+        Args:
+            load_weights: The model's own.
+            pairs: All of a session's weights, or some.
+            seen: What tied weights came before in this session.
+
+        Raises:
+            ValueError, Exception: as `load`.
+        """
+        # As vLLM's own backends do: the check is for checkpoints, and a sender may leave the multi-token-prediction head alone.
+        with disable_mtp_completeness_check():
+            return load_weights(agreeing(pairs, self._ties, seen))
 
     def finish(self) -> None:
         """Complete what was loaded as a whole; flush what was not."""
         loaded, self._loaded = self._loaded, False
         if loaded:
-            self._reload.finish()
+            self.reload.finish()
         else:
-            self._reload.flush()
+            self.reload.flush()

@@ -120,6 +120,8 @@ class Ledger:
                 problems.append(f"{parameter.name} would be given the same place twice, by {first!r} and {second!r}")
             elif parameter.copied > whole:
                 problems.append(f"{parameter.name} has {whole} elements and would be given {parameter.copied}")
+            elif plan.partial and parameter.name not in names:
+                continue  # it is left out, or a part of it is, on purpose
             elif parameter.copied + parameter.filled < wanted and not (parameter.copied == 0 and is_optional(parameter.name)):
                 problems.append(_missing(parameter, wanted, names))
         return problems
@@ -137,7 +139,9 @@ class Ledger:
                         found.setdefault(wire, set()).add(rival)
         return {wire: frozenset(rivals) for wire, rivals in found.items()}
 
-    def unjudged(self) -> list[str]:
+    def unjudged(self, plan: Plan) -> list[str]:
+        if plan.partial:  # what it leaves out, it means to leave out
+            return []
         found = []
         for parameter in self._of.values():
             wanted = int(getattr(parameter.tensor, "weight_loader_numel", parameter.tensor.numel()))

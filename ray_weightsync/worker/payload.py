@@ -44,6 +44,16 @@ def count(info: object, key: str) -> int:
     return value
 
 
+def flag(info: object, key: str, *, default: bool) -> bool:
+    """The bool at ``key``, or ``default`` if the payload has none."""
+    if isinstance(info, Mapping) and key not in info:
+        return default
+    value = _field(info, key)
+    if not isinstance(value, bool):
+        raise Malformed(f"{key!r} must be a bool, not {_short(value)}")
+    return value
+
+
 def mapping(info: object, key: str) -> Mapping[str, Any]:
     """The dict at ``key``."""
     value = _field(info, key)

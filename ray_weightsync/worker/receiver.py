@@ -16,13 +16,13 @@ class Received:
     """What a receiver can attest after everything has been handed over.
 
     Attributes:
-        snapshot: Id of the snapshot it read.
+        snapshot: Id of the snapshot it read; None of bytes that came without one.
         digest: The snapshot's weights digest, as sealed by the sender.
         num_bytes: Bytes of weights handed over (no padding).
         num_tensors: Tensors handed over.
     """
 
-    snapshot: str
+    snapshot: str | None
     digest: str
     num_bytes: int
     num_tensors: int

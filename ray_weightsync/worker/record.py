@@ -18,13 +18,13 @@ class Asked:
         round: Its id.
         epoch: Its epoch.
         plan: Digest of its plan.
-        received: What every worker has to have received.
+        received: What every worker has to have received; None if its way does not let workers attest bytes.
     """
 
     round: str
     epoch: int
     plan: str
-    received: Received
+    received: Received | None
 
     @classmethod
     def from_payload(cls, info: Mapping[str, Any]) -> Asked:
@@ -34,12 +34,14 @@ class Asked:
             Malformed: if a field is missing or of the wrong type.
         """
         asked, epoch, expected = payload.text(info, "round"), payload.count(info, "epoch"), payload.mapping(info, "expected")
-        received = Received(
-            snapshot=payload.text(expected, "snapshot"),
-            digest=payload.text(expected, "digest"),
-            num_bytes=payload.count(expected, "num_bytes"),
-            num_tensors=payload.count(expected, "num_tensors"),
-        )
+        received = None
+        if payload.flag(expected, "attested", default=True):
+            received = Received(
+                snapshot=payload.text(expected, "snapshot"),
+                digest=payload.text(expected, "digest"),
+                num_bytes=payload.count(expected, "num_bytes"),
+                num_tensors=payload.count(expected, "num_tensors"),
+            )
         return cls(round=asked, epoch=epoch, plan=payload.text(expected, "plan"), received=received)
 
 
@@ -66,10 +68,15 @@ class Session:
             complaints.append(
                 f"round {asked.round} of epoch {asked.epoch} was asked for, the latest update is round {self.round} of epoch {self.epoch}"
             )
-        if self.received is not None:
-            wanted = {"plan": asked.plan, **vars(asked.received)}
-            found = {"plan": self.plan, **vars(self.received)}
-            complaints += [f"{key}: expected {wanted[key]}, received {found[key]}" for key in wanted if wanted[key] != found[key]]
-        elif not complaints:
-            complaints.append("nothing was received")
+        wanted: dict[str, Any] = {"plan": asked.plan}
+        found: dict[str, Any] = {"plan": self.plan}
+        if asked.received is not None and self.received is not None:
+            wanted |= vars(asked.received)
+            found |= vars(self.received)
+            if self.received.snapshot is None:
+                del wanted["snapshot"]
+        elif asked.received is not None:
+            complaints = complaints or ["nothing was received that could be attested"]
+            wanted = {}
+        complaints += [f"{key}: expected {wanted[key]}, received {found[key]}" for key in wanted if wanted[key] != found[key]]
         return "; ".join(complaints) or None

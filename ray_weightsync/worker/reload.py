@@ -11,6 +11,7 @@ Written against vLLM 0.28 to 0.32.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -55,27 +56,56 @@ class LayerwiseReload:
         self.aliases = aliases_of((name, each) for name, each in named if each.device.type != "cpu")
         self._expert_kernels: list[tuple[Any, Any]] = []
 
-    def start(self) -> None:
-        """Put the model's parameters on meta and collect from now on. Leftovers of an earlier session are flushed first."""
+    def start(self, begin: Callable[[], None] | None = None) -> None:
+        """Put the model's parameters on meta and collect from now on. Leftovers of an earlier session are flushed first.
+
+        Args:
+            begin: Does so in place of vLLM's ``initialize_layerwise_reload``, or whatever else whoever will load begins with.
+        """
+        self.clear()
+        self._expert_kernels = _take_expert_kernels(self._model)
+        try:
+            if begin is None:
+                initialize_layerwise_reload(self._model)
+            else:
+                begin()
+        except BaseException:
+            self._give_back_expert_kernels()
+            raise
+
+    def clear(self) -> None:
+        """Flush what an earlier session left open, if anything.
+
+        Raises:
+            RuntimeError: as `flush`.
+        """
         if self._layers_open():
             logger.warning("an earlier weight update was left open in this worker; it is flushed")
             self.flush()
-        self._expert_kernels = _take_expert_kernels(self._model)
-        initialize_layerwise_reload(self._model)
+        self._give_back_expert_kernels()
 
-    def finish(self) -> None:
+    def finish(self, complete: Callable[[], None] | None = None, *, every_layer: bool = True) -> None:
         """Process the layers that were not complete on their own (padded ones, attention) and end the session.
+
+        Args:
+            complete: Does so in place of vLLM's ``finalize_layerwise_reload``, and what else whoever loaded has to do.
+            every_layer: Whether each layer has to have been given something by its loaders.
 
         Raises:
             RuntimeError: if a layer was given nothing, or something is left on meta. The model is flushed then.
             Exception: whatever a layer's processing raises; the model is flushed then, too.
         """
-        stale = self._layers_given_nothing()
+        stale = self._layers_given_nothing() if every_layer else []
         if stale:
             self.flush()
             raise RuntimeError(f"{_named(stale)} got no weights at all")
         try:
-            self._finalize()
+            if complete is None:
+                finalize_layerwise_reload(self._model, self._model_config)
+            else:
+                complete()
+            self._give_back_expert_kernels()
+            self.require_clean()
         except BaseException as error:
             try:
                 self.flush()
@@ -97,19 +127,24 @@ class LayerwiseReload:
                 # To vLLM's finalize this layer now looks as if it had been given nothing: it puts the old tensors back.
                 info.load_numel = 0
                 info.loaded_weights.clear()
-        self._finalize()
-
-    def _finalize(self) -> None:
         try:
             finalize_layerwise_reload(self._model, self._model_config)
         finally:
-            for method, kernel in self._expert_kernels:
-                if method.moe_kernel is None:  # its layer was not loaded
-                    method.moe_kernel = kernel
-            self._expert_kernels = []
-        self._require_clean()
+            self._give_back_expert_kernels()
+        self.require_clean()
 
-    def _require_clean(self) -> None:
+    def _give_back_expert_kernels(self) -> None:
+        for method, kernel in self._expert_kernels:
+            if method.moe_kernel is None:  # its layer was not loaded
+                method.moe_kernel = kernel
+        self._expert_kernels = []
+
+    def require_clean(self) -> None:
+        """Raise unless the model is as whole as it was before the first session.
+
+        Raises:
+            RuntimeError: if something is left on meta or open.
+        """
         left = [name for name in self._names_on_meta() if name not in self._on_meta]
         if left:
             raise RuntimeError(f"{_named(left)} was left without memory (on the meta device)")

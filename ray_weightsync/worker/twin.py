@@ -92,7 +92,7 @@ def check_on_twin(
     if stopped is not None:  # what is missing cannot be told: the rest of the plan was not loaded
         return Verdict(first_of([stopped, *ledger.dtype_problems()]))
     problems = first_of([*ledger.dtype_problems(), *ledger.coverage_problems(plan)])
-    return Verdict(problems, ledger.unjudged(), ledger.ties(shared))
+    return Verdict(problems, ledger.unjudged(plan), ledger.ties(shared))
 
 
 class _Wire:

@@ -21,22 +21,23 @@ import logging
 import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from ray_weightsync.worker import payload
+from ray_weightsync.worker.answering import MARKER as MARKER
+from ray_weightsync.worker.answering import Then, answer
+from ray_weightsync.worker.course import ByReceivers, Chosen, Course, Delegate, receiver_of
 from ray_weightsync.worker.identity import RESIDENT as RESIDENT
 from ray_weightsync.worker.identity import node_ip
 from ray_weightsync.worker.identity import package_version as package_version
-from ray_weightsync.worker.plans import Judged, WorkerPlans
+from ray_weightsync.worker.plans import WorkerPlans
 from ray_weightsync.worker.receiver import Receiver
 from ray_weightsync.worker.record import Asked, Session
 from ray_weightsync.worker.seams import Agreement, ModelLoader
 from ray_weightsync.worker.seams import SoleRank as SoleRank
 
 logger = logging.getLogger(__name__)
-
-MARKER = "rws: "
-"""Starts the text of every error raised here, so that it is found inside whatever an engine wraps around it."""
 
 
 class WorkerUpdates:
@@ -65,6 +66,10 @@ class WorkerUpdates:
         self._receivers = dict(receivers)
         self._resident = resident
         self._plans = WorkerPlans(model)
+        self._ours = ByReceivers(model, self._receivers, self._record)
+        self._course: Course = self._ours
+        self._prepared: Chosen | None = None
+        self._chosen: Chosen | None = None
         self._session: Session | None = None
         self._open = False
         self._epoch = 0
@@ -74,61 +79,65 @@ class WorkerUpdates:
     # -- calls that answer: all ranks agree, the last one raises ----------------------------------------------------------
 
     def init(self, info: Mapping[str, Any]) -> None:
-        """Carry out one ``init_weight_transfer_engine`` payload: op ``"see"``, ``"judge"``, ``"plan"`` or ``"outcome"``.
+        """Carry out one ``init_weight_transfer_engine`` payload: op ``"see"``, ``"judge"``, ``"plan"``, ``"native"`` or
+        ``"outcome"``.
 
         ``"judge"`` only begins what ``"plan"`` finishes: each `describe` in between does a piece of it, so that a request in flight
         waits for milliseconds and not for all of it.
 
-        Safe while requests are served. Every rank has to receive it.
+        ``"native"`` gives the next session, of the round and epoch that it names, to a delegate: vLLM's own backend ``backend``, made
+        anew with ``init_info``, or used again where that is None. It may block until the sender is met, so the engine has to be paused;
+        the other ops are safe while requests are served. Every rank has to receive it.
 
         Raises:
             ValueError: on the last rank, when any rank has something to complain about: `MARKER`, then each such rank's
                 words after ``"rank N: "``, joined by ``"; "``.
         """
-        limit_s = payload.AGREE_LIMIT_S
-        agreement = self._agreement
-        words: str | None = None
-        accepted: Judged | None = None
-        try:
-            limit_s = payload.limit_s(info)
-            op = payload.text(info, "op")
-            if op == "see":
-                self._receiver(info).see(payload.mapping(info, "probe"))
-            elif op in ("judge", "plan"):
-                if self._open:
-                    raise ValueError("a plan cannot be checked while an update is open; call finish_weight_update first")
-                plan = payload.mapping(info, "plan")
-                if op == "judge":
-                    self._plans.judge(plan)
-                else:
-                    accepted = self._plans.judged(plan)
-            elif op == "outcome":
-                # vLLM returns one data-parallel engine's answer and drops the others'. So whichever answers, answers for all.
-                agreement = self._everyone
-                words = self._verdict(info)
-            else:
-                raise payload.Malformed(f"unknown op {op!r}; this worker knows 'see', 'judge', 'plan' and 'outcome'")
-        except Exception as error:  # told through the agreement below; raising on one rank alone puts the engine out of step
-            words = payload.words_of(error)
-        told = self._agree(agreement, words, limit_s)
-        if accepted is not None and not told:
-            # Kept only when no rank refused: a worker that lists a plan which another rank cannot load would let the next
-            # round skip its preflight.
-            self._plans.keep(accepted)
-        if told and self._agreement.rank == self._agreement.world_size - 1:
-            raise ValueError(MARKER + "; ".join(told))
+        if isinstance(info, Mapping) and info.get("op") == "native":
+            # In two steps: none goes to meet the sender, who waits for all of them, if another cannot.
+            answer(self._agreement, info, self._prepare, self._join)
+        elif isinstance(info, Mapping) and info.get("op") == "outcome":
+            # vLLM returns one data-parallel engine's answer and drops the others'. So whichever answers, answers for all.
+            answer(self._everyone, info, self._carry_out, raises=self._agreement.rank == self._agreement.world_size - 1)
+        else:
+            answer(self._agreement, info, self._carry_out)
 
-    def _agree(self, agreement: Agreement, words: str | None, limit_s: float) -> list[str]:
-        """The complaints of all ranks of an agreement, each after ``"rank N: "``."""
-        rank, world_size = agreement.rank, agreement.world_size
-        try:
-            everyone = agreement.gather(words, limit_s)
-        except Exception as error:
-            # Even a broken agreement must not raise on a rank that is not the last. The last one finds this rank silent.
-            logger.warning("rank %d cannot reach the other ranks", rank, exc_info=True)
-            everyone = [None] * world_size
-            everyone[rank] = "; ".join(filter(None, (words, f"cannot agree with the other ranks: {payload.words_of(error)}")))
-        return [f"rank {each}: {said}" for each, said in enumerate(everyone) if said is not None]
+    def _carry_out(self, info: Mapping[str, Any]) -> Then:
+        op = payload.text(info, "op")
+        if op == "see":
+            receiver_of(self._receivers, info).see(payload.mapping(info, "probe"))
+        elif op in ("judge", "plan"):
+            self._require_closed("a plan cannot be checked")
+            plan = payload.mapping(info, "plan")
+            if op == "plan":
+                # Kept only when no rank refused: a worker that lists a plan which another rank cannot load would let the next
+                # round skip its preflight.
+                return partial(self._plans.keep, self._plans.judged(plan))
+            self._plans.judge(plan)
+        elif op == "outcome":
+            if (words := self._verdict(info)) is not None:
+                raise ValueError(words)
+        else:
+            raise payload.Malformed(f"unknown op {op!r}; this worker knows 'see', 'judge', 'plan', 'native' and 'outcome'")
+        return None
+
+    def _prepare(self, info: Mapping[str, Any]) -> Callable[[], None]:
+        self._prepared = self._chosen = None
+        self._require_closed("a backend cannot be made")
+        delegate = receiver_of(self._receivers, {"transport": "native"})
+        if not isinstance(delegate, Delegate):
+            raise ValueError("this worker's receiver of transport 'native' takes no sessions of its own")
+        chosen = Chosen(delegate, payload.text(info, "round"), payload.count(info, "epoch"))
+        self._require_current(chosen.epoch)
+        delegate.prepare(info)
+        return partial(setattr, self, "_prepared", chosen)
+
+    def _join(self, info: Mapping[str, Any]) -> Then:
+        prepared, self._prepared = self._prepared, None
+        if prepared is None:
+            return None  # some rank complained: this one only answers
+        prepared.delegate.join()
+        return partial(setattr, self, "_chosen", prepared)
 
     # -- calls that only record --------------------------------------------------------------------------------------------
 
@@ -136,12 +145,20 @@ class WorkerUpdates:
         """Open a session. Never raises; whatever goes wrong is told by the outcome."""
         over_open = self._open
         self._session = session = Session()
-        self._record(session, "start_weight_update", self._plans.stop_judging)  # the twin is made of what is about to change
+        chosen, self._chosen = self._chosen, None
+        self._record("start_weight_update", self._plans.stop_judging)  # the twin is made of what is about to change
         self._open = True
         if over_open:
             session.failures.append("start_weight_update came while an update was open")
             return  # the model is mid-load; finish flushes it
-        self._record(session, "start_weight_update", self._model.start)
+        self._record("start_weight_update", partial(self._begin, session, chosen))
+
+    def _begin(self, session: Session, chosen: Chosen | None) -> None:
+        self._course = self._ours
+        if chosen is not None:
+            session.round, session.epoch = chosen.round, chosen.epoch
+            self._course = chosen.delegate.course()
+        self._course.start()
 
     def update(self, info: Mapping[str, Any]) -> None:
         """Receive and load what ``info`` names. Never raises; whatever goes wrong is told by the outcome.
@@ -155,25 +172,30 @@ class WorkerUpdates:
             return
         session = self._session
         session.updates += 1
-        if session.updates > 1:
+        if session.updates > 1 and not self._course.many_updates:
             session.failures.append("update_weights came twice in one session")
-        if session.failures:
-            return  # nothing is loaded into a model that is not ready for it; finish flushes
-        self._record(session, "update_weights", lambda: self._load(session, info))
+        # Nothing is loaded into a model that is not ready for it; finish flushes.
+        self._record("update_weights", partial(self._course.drop if session.failures else partial(self._load, session), info))
 
     def _load(self, session: Session, info: Mapping[str, Any]) -> None:
-        session.round, session.epoch, session.plan = payload.text(info, "round"), payload.count(info, "epoch"), payload.text(info, "plan")
-        receiver = self._receiver(info)
+        named = payload.text(info, "round"), payload.count(info, "epoch")
+        plan, transport = payload.text(info, "plan"), payload.text(info, "transport")
+        if self._course is not self._ours and transport != "native" and session.updates == 1:
+            # The round that chose the delegate was given up before it began; this session is another's.
+            self._course.finish()
+            self._course, session.round = self._ours, None
+            self._course.start()
+        if session.round is not None and named != (session.round, session.epoch):
+            begun = f"round {session.round} of epoch {session.epoch}"
+            raise ValueError(f"this update is of round {named[0]} of epoch {named[1]}, the session was begun for {begun}")
+        if session.plan not in (None, plan):
+            raise ValueError(f"this update is of plan {plan}, the session's first was of plan {session.plan}")
+        (session.round, session.epoch), session.plan = named, plan
         payload.limit_s(info)
-        if session.epoch < self._epoch:
-            raise ValueError(f"epoch {session.epoch} of this update is older than {self._epoch}, which this worker has seen")
-        self._epoch = session.epoch
-        delivery = receiver.open(self._plans.use(session.plan), info)
-        try:
-            self._model.load(iter(delivery))
-            session.received = delivery.received()
-        finally:
-            self._record(session, "closing the delivery", delivery.close)  # its failure must not hide the load's
+        self._require_current(named[1])
+        self._epoch = named[1]
+        receiver_of(self._receivers, info)
+        session.received = self._course.update(self._plans.use(plan), info)
 
     def finish(self) -> None:
         """Close the session: the model is complete, or flushed, and ready for the next start. Never raises."""
@@ -181,17 +203,26 @@ class WorkerUpdates:
             self._session = Session(failures=["finish_weight_update came without start_weight_update"], finished=True)
             return
         session = self._session
-        self._record(session, "finish_weight_update", self._model.finish)
+        self._record("finish_weight_update", self._course.finish)
         session.finished = True
         self._open = False
 
-    def _record(self, session: Session, verb: str, step: Callable[[], None]) -> None:
+    def _record(self, verb: str, step: Callable[[], None]) -> None:
         try:
             step()
         except Exception as error:
             # The traceback belongs into the engine's log: the words that travel are for whoever sent the weights.
             logger.warning("rank %d: %s failed; the outcome of this round will say so", self._agreement.rank, verb, exc_info=True)
-            session.failures.append(f"{verb}: {payload.words_of(error)}")
+            assert self._session is not None
+            self._session.failures.append(f"{verb}: {payload.words_of(error)}")
+
+    def _require_closed(self, what: str) -> None:
+        if self._open:
+            raise ValueError(f"{what} while an update is open; call finish_weight_update first")
+
+    def _require_current(self, epoch: int) -> None:
+        if epoch < self._epoch:
+            raise ValueError(f"epoch {epoch} of this update is older than {self._epoch}, which this worker has seen")
 
     # -- what holds --------------------------------------------------------------------------------------------------------
 
@@ -251,6 +282,7 @@ class WorkerUpdates:
         The next session works after a new preflight. The newest epoch stays: a late update of the old session must still
         be refused.
         """
+        self._prepared = self._chosen = None
         if self._open:
             self.finish()
         try:
@@ -265,10 +297,3 @@ class WorkerUpdates:
                 close()
             except Exception:
                 logger.warning("rank %d: the %s receiver could not be closed", self._agreement.rank, name, exc_info=True)
-
-    def _receiver(self, info: Mapping[str, Any]) -> Receiver:
-        transport = payload.text(info, "transport")
-        if transport not in self._receivers:
-            known = ", ".join(sorted(self._receivers)) or "none"
-            raise ValueError(f"transport {transport!r} is not known here; this worker receives from: {known}")
-        return self._receivers[transport]

@@ -28,6 +28,7 @@ OWN_ENGINES = {
     "test_fault_kit.py",
     "test_placed_engine.py",
     "test_stock_nccl.py",
+    "test_worker_native.py",
     "test_worker_tied.py",
 }
 """Files that start engines of their own; those must have ended before the session's are started."""

@@ -18,7 +18,8 @@ class FaultyExtension(extension.FaultyExtension):
     def rws_test_fail(self, ranks: list[int], steps: list[str]) -> None:
         """From now on these ranks fail in these steps: ``start``, ``load`` (half way), ``finish`` (inside vLLM's own finalize).
 
-        ``skip`` is a loader that leaves one layer out without a word, as vLLM's do with names they do not care for.
+        ``skip`` is a loader that leaves one layer out without a word, as vLLM's do with names they do not care for; ``raise in load`` one
+        that fails in the middle, whoever gave it the tensors.
         """
         self.rws_test_heal()
         if self.rank not in ranks:
@@ -26,6 +27,7 @@ class FaultyExtension(extension.FaultyExtension):
         model = self.weight_transfer_engine.updates._model._model
         patches = {
             "skip": (model, "load_weights", _skipping(model.load_weights)),
+            "raise in load": (model, "load_weights", _half_loading(model.load_weights)),
             # A vocabulary of 2047 is padded, so the embedding is never complete on its own: finalize processes it.
             "finish": (_embedding(model).quant_method, "process_weights_after_loading", _raising("made to fail in finish")),
         }
@@ -119,6 +121,16 @@ def _raising(words: str) -> Callable[..., None]:
 
 def _skipping(load: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda pairs: load((name, tensor) for name, tensor in pairs if name != "model.layers.2.mlp.down_proj.weight")
+
+
+def _half_loading(load: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def half(pairs: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in pairs:
+            if name.startswith("model.layers.2"):
+                raise RuntimeError("made to fail in load_weights")
+            yield name, tensor
+
+    return lambda pairs: load(half(pairs))
 
 
 def _embedding(model: torch.nn.Module) -> Any:

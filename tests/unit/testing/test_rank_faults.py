@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from ray_weightsync.transports.host.receiver import HostReceiver
 from ray_weightsync.transports.host.store import SnapshotStore
 from ray_weightsync.transports.host.writer import SlotWriter
 from ray_weightsync.weights.plan import ParamMeta, Plan
+from ray_weightsync.worker.receiver import Received
 from ray_weightsync.worker.updates import SoleRank, WorkerUpdates
 
 LIMIT_S = 30
@@ -119,6 +120,78 @@ def test_a_phase_that_is_made_to_fail_is_told_by_the_outcome_and_the_next_round_
     assert worker.flushed == (phase == "finish"), "a finish that fails leaves the model flushed, as a real one does"
     assert worker.round() == ""
     assert worker.holds_what_was_sent()
+
+
+class Delegated:
+    """A receiver with sessions of its own."""
+
+    many_updates = True
+
+    def __init__(self) -> None:
+        self.order: list[str] = []
+
+    def see(self, probe: Mapping[str, Any]) -> None:
+        raise NotImplementedError
+
+    open: Any = see
+
+    def prepare(self, info: Mapping[str, Any]) -> None:
+        pass
+
+    def join(self) -> None:
+        pass
+
+    def course(self) -> Delegated:
+        return self
+
+    def start(self) -> None:
+        self.order.append("start")
+
+    def update(self, plan: Plan, info: Mapping[str, Any]) -> Received:
+        self.order.append("update")
+        return Received(snapshot=None, digest="d", num_bytes=1, num_tensors=1)
+
+    def drop(self, info: Mapping[str, Any]) -> None:
+        self.order.append("drop")
+
+    def finish(self) -> None:
+        self.order.append("finish")
+
+
+def native_round(worker: Worker, name: str) -> str:
+    """A whole session of a delegate; the words in which the worker refuses to attest it."""
+    named = {"round": name, "epoch": 9}
+    plan = worker.updates.describe("n")["plans"][0]
+    worker.updates.init({"op": "native", **named})
+    worker.updates.start()
+    worker.updates.update({"transport": "native", "plan": plan, "limit_s": LIMIT_S, **named})
+    worker.updates.finish()
+    try:
+        worker.updates.init({"op": "outcome", "expected": {"plan": plan, "attested": False}, **named})
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("phase", "order"),
+    [("start", ["drop", "finish"]), ("load", ["start", "drop", "finish"]), ("finish", ["start", "update"])],
+    ids=["start", "load", "finish"],
+)
+def test_a_delegates_session_is_made_to_fail_as_one_of_ours(worker: Worker, phase: str, order: list[str]) -> None:
+    delegated = Delegated()
+    worker.updates._receivers["native"] = delegated
+    worker.inject(phase, "raise")
+    assert f"made to fail in {phase}" in native_round(worker, "first")
+    assert delegated.order == order
+    assert worker.flushed == (phase == "finish")
+    assert native_round(worker, "second") == ""
+
+
+def test_bytes_of_a_delegate_are_not_pretended_to_be_corrupted(worker: Worker) -> None:
+    worker.updates._receivers["native"] = Delegated()
+    worker.inject("load", "corrupt")
+    assert "cannot be corrupted on their way" in native_round(worker, "first")
 
 
 def test_a_load_that_is_made_to_fail_does_so_half_way(worker: Worker) -> None:

@@ -168,6 +168,19 @@ def test_refused_by_name_before_anything_is_sent(declared: Any, words: str) -> N
         Plan.from_metadata(declared)
 
 
+def test_a_partial_plan_is_another_plan_and_stays_partial_on_the_wire() -> None:
+    whole, some = Plan.from_metadata(TWO), Plan.from_metadata(TWO, partial=True)
+    assert "partial" not in whole.to_wire()
+    assert some.to_wire()["partial"] is True
+    assert whole.digest != some.digest
+    assert Plan.from_wire(json.loads(json.dumps(some.to_wire()))) == some
+    for wire in (whole.to_wire() | {"partial": True}, {key: value for key, value in some.to_wire().items() if key != "partial"}):
+        with pytest.raises(ConfigError, match="it was changed on the way"):
+            Plan.from_wire(wire)
+    with pytest.raises(ConfigError, match="partial must be a bool, not 1"):
+        Plan.from_wire(some.to_wire() | {"partial": 1})
+
+
 def test_an_empty_target_is_refused() -> None:
     for target in ("", None, 3):
         with pytest.raises(ConfigError, match="target"):

@@ -109,8 +109,10 @@ def check(
     world_size: int = 1,
     aliases: dict[str, frozenset[str]] | None = None,
     shared: dict[str, frozenset[str]] | None = None,
+    *,
+    partial: bool = False,
 ) -> Verdict:
-    plan = Plan.from_metadata([ParamMeta(name, dtype, shape) for name, (dtype, shape) in pairs.items()])
+    plan = Plan.from_metadata([ParamMeta(name, dtype, shape) for name, (dtype, shape) in pairs.items()], partial=partial)
     return check_on_twin(model, plan, restored=as_restored, world_size=world_size, aliases=aliases or {}, shared=shared or {})
 
 
@@ -142,6 +144,34 @@ class TestCoverage:
         assert refusal(Model(), pairs) == (
             "fused.weight would be given 32 of 64 elements, from 'gate.weight': the rest is missing from the plan"
         )
+
+    @pytest.mark.parametrize("name", PAIRS)
+    def test_a_partial_plan_may_have_any_of_the_models_tensors(self, name: str) -> None:
+        model = Model(attn=holding(k_scale=parameter(1, dtype=torch.float32)))
+        assert check(model, {name: PAIRS[name]}, partial=True) == Verdict()
+
+    @pytest.mark.parametrize(
+        ("name", "pair", "words"),
+        [
+            ("nobody.weight", (BF16, (8,)), "at tensor 'nobody.weight' (bfloat16, shape [8]): KeyError: 'nobody.weight'"),
+            ("gate.weight", (BF16, (3, 8)), "at tensor 'gate.weight' (bfloat16, shape [3, 8]): "),
+            ("gate.weight", (BF16, (6, 8)), "'gate.weight' of shape [6, 8] is larger than its place in fused.weight: 32 of 48"),
+            ("norm.weight", (torch.float32, (8,)), "norm.weight is bfloat16 in this engine and would be given float32"),
+        ],
+    )
+    def test_but_names_shapes_and_dtypes_of_a_partial_plan_are_judged(
+        self, name: str, pair: tuple[torch.dtype, tuple[int, ...]], words: str
+    ) -> None:
+        (problem,) = check(Model(), {name: pair}, partial=True).problems
+        assert problem.startswith(words)
+
+    def test_a_tensor_of_a_partial_plan_that_does_not_fill_its_parameter_is_named(self) -> None:
+        def part(param: torch.Tensor, loaded: torch.Tensor) -> None:
+            param.data[: len(loaded)].copy_(loaded)
+
+        model = Model(odd=holding(weight=parameter(8, loader=part)))
+        (problem,) = check(model, {"odd.weight": (BF16, (6,))}, partial=True).problems
+        assert problem.startswith("odd.weight would be given 6 of 8 elements")
 
     def test_two_names_for_one_place_are_both_named(self) -> None:
         class Aliasing(Model):

@@ -248,6 +248,21 @@ class TestRound:
         with pytest.raises(ValueError, match="nothing was transferred"):
             worker.outcome("r1")
 
+    def test_an_outcome_that_asks_for_no_bytes_compares_the_session_alone(self, worker: Worker) -> None:
+        worker.session()
+        worker.outcome(attested=False, digest=None, snapshot=None)
+        with pytest.raises(ValueError, match="plan: expected other"):
+            worker.outcome(attested=False, plan="other")
+        with pytest.raises(ValueError, match="round r2 of epoch 1 was asked for"):
+            worker.outcome("r2", attested=False)
+
+    def test_bytes_that_came_without_a_snapshot_are_compared_all_the_same(self, worker: Worker) -> None:
+        worker.receiver.received = Received(snapshot=None, digest="d1", num_bytes=20, num_tensors=2)
+        worker.session()
+        worker.outcome()
+        with pytest.raises(ValueError, match=r"^rws: rank 0: digest: expected other, received d1$"):
+            worker.outcome(digest="other")
+
 
 class TestFailures:
     @pytest.mark.parametrize("step", ["start", "load", "finish"])
@@ -544,6 +559,167 @@ class TestSee:
         with pytest.raises(ValueError, match=r"^rws: rank 0: OSError: nothing there$"):
             worker.updates.init({"op": "see", "transport": "host", "probe": {"hidden": True}})
         assert worker.receiver.seen == [{"name": "x"}, {"hidden": True}]
+
+
+class FakeDelegate(FakeReceiver):
+    """A receiver with sessions of its own, which keeps what it was asked for."""
+
+    many_updates = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order: list[str] = []
+        self.fail_at: set[str] = set()
+
+    def _step(self, name: str) -> None:
+        self.order.append(name)
+        if name in self.fail_at:
+            raise RuntimeError(f"made to fail in {name}")
+
+    def prepare(self, info: Mapping[str, Any]) -> None:
+        self._step("prepare")
+
+    def join(self) -> None:
+        self._step("join")
+
+    def course(self) -> FakeDelegate:
+        self._step("course")
+        return self
+
+    def start(self) -> None:
+        self._step("start")
+
+    def update(self, plan: Plan, info: Mapping[str, Any]) -> Received:
+        self._step("update")
+        return self.received
+
+    def drop(self, info: Mapping[str, Any]) -> None:
+        self._step("drop")
+
+    def finish(self) -> None:
+        self._step("finish")
+
+
+def choose(round: str = "r1", epoch: int = 1, **changes: Any) -> dict[str, Any]:
+    return {"op": "native", "backend": "ipc", "init_info": {}, "round": round, "epoch": epoch, "limit_s": 5} | changes
+
+
+def native(round: str = "r1", epoch: int = 1) -> dict[str, Any]:
+    return update(round, epoch, transport="native")
+
+
+class TestDelegates:
+    @pytest.fixture
+    def delegate(self, worker: Worker) -> FakeDelegate:
+        delegate = FakeDelegate()
+        worker.updates._receivers["native"] = delegate
+        return delegate
+
+    def test_the_next_session_is_the_delegates_and_the_one_after_it_is_ours(self, worker: Worker, delegate: FakeDelegate) -> None:
+        worker.updates.init(choose())
+        worker.updates.start()
+        worker.updates.update(native())
+        worker.updates.update(native())
+        worker.updates.finish()
+        worker.outcome()
+        assert delegate.order == ["prepare", "join", "course", "start", "update", "update", "finish"]
+        assert worker.model.order == ["check"]
+        worker.session("r2")
+        worker.outcome("r2")
+        assert worker.model.order == ["check", "start", "load", "finish"]
+
+    def test_a_round_of_ours_takes_over_a_session_that_its_chooser_never_began(self, worker: Worker, delegate: FakeDelegate) -> None:
+        worker.updates.init(choose())
+        worker.session("r2", 2)
+        worker.outcome("r2", 2)
+        assert delegate.order[-2:] == ["start", "finish"]
+        assert worker.model.order == ["check", "start", "load", "finish"]
+
+    def test_but_not_one_that_has_received_something(self, worker: Worker, delegate: FakeDelegate) -> None:
+        worker.updates.init(choose())
+        worker.updates.start()
+        worker.updates.update(native())
+        worker.updates.update(update("r2"))
+        worker.updates.finish()
+        assert "load" not in worker.model.order
+        with pytest.raises(ValueError, match=r"this update is of round r2 of epoch 1, the session was begun for round r1 of epoch 1"):
+            worker.outcome("r1")
+
+    @pytest.mark.parametrize("step", ["course", "start", "update", "finish"])
+    def test_whatever_fails_in_it_is_recorded_and_dropped_and_the_next_session_is_ours(
+        self, worker: Worker, delegate: FakeDelegate, step: str
+    ) -> None:
+        worker.updates.init(choose())
+        delegate.fail_at = {step}
+        worker.updates.start()
+        worker.updates.update(native())
+        worker.updates.update(native())
+        worker.updates.finish()
+        assert delegate.order.count("drop") == {"course": 0, "start": 2, "update": 1, "finish": 0}[step]
+        with pytest.raises(ValueError, match=f"made to fail in {step}"):
+            worker.outcome()
+        worker.session("r2")
+        worker.outcome("r2")
+
+    def test_a_refusal_chooses_nothing(self, worker: Worker, delegate: FakeDelegate) -> None:
+        for step in ("prepare", "join"):
+            delegate.fail_at = {step}
+            with pytest.raises(ValueError, match=f"^rws: rank 0: RuntimeError: made to fail in {step}$"):
+                worker.updates.init(choose())
+        worker.session()
+        worker.outcome()
+        assert delegate.order == ["prepare", "prepare", "join"]
+
+    def test_a_second_choice_takes_the_place_of_the_first(self, worker: Worker, delegate: FakeDelegate) -> None:
+        worker.updates.init(choose())
+        delegate.fail_at = {"prepare"}
+        with pytest.raises(ValueError, match="made to fail in prepare"):
+            worker.updates.init(choose("r2"))
+        worker.session("r3")
+        worker.outcome("r3")
+
+    @pytest.mark.parametrize("key", ["round", "epoch"])
+    def test_it_has_to_say_which_round_it_is_for(self, worker: Worker, delegate: FakeDelegate, key: str) -> None:
+        with pytest.raises(ValueError, match=f"{key!r} must be "):
+            worker.updates.init(choose(**{key: None}))
+        assert delegate.order == []
+
+    def test_a_worker_without_one_says_what_it_receives_from(self, worker: Worker) -> None:
+        for info in (choose(), {"op": "see", "transport": "native", "probe": {"backend": "ipc"}}):
+            with pytest.raises(ValueError, match=r"^rws: rank 0: transport 'native' is not known here; this worker receives from: host$"):
+                worker.updates.init(info)
+
+    def test_a_receiver_that_only_delivers_is_none(self, worker: Worker) -> None:
+        worker.updates._receivers["native"] = FakeReceiver()
+        with pytest.raises(ValueError, match="takes no sessions of its own"):
+            worker.updates.init(choose())
+
+    @pytest.mark.parametrize("failing", [0, 1])
+    def test_no_rank_joins_when_another_cannot_and_the_ranks_stay_in_step(self, failing: int) -> None:
+        ranks = Ranks(2)
+        assert ranks.call("init", {"op": "plan", "plan": PLAN.to_wire()}) == [None, None]
+        delegates = [FakeDelegate(), FakeDelegate()]
+        for worker, delegate in zip(ranks.workers, delegates, strict=True):
+            worker.updates._receivers["native"] = delegate
+        delegates[failing].fail_at = {"prepare"}
+        first, last = ranks.call("init", choose())
+        assert first is None
+        assert str(last) == f"rws: rank {failing}: RuntimeError: made to fail in prepare"
+        assert [delegate.order for delegate in delegates] == [["prepare"]] * 2
+        delegates[failing].fail_at = {"join"}
+        first, last = ranks.call("init", choose())
+        assert first is None
+        assert str(last) == f"rws: rank {failing}: RuntimeError: made to fail in join"
+        for call in (("start",), ("update", update()), ("finish",), ("init", outcome())):
+            assert ranks.call(*call) == [None, None]
+
+    def test_a_partial_plan_is_not_loaded_in_a_session_of_ours(self, worker: Worker) -> None:
+        some = Plan.from_metadata([ParamMeta("a", torch.float32, (2,))], partial=True)
+        worker.plan(some)
+        worker.session(plan=some.digest)
+        assert worker.receiver.opened == []
+        with pytest.raises(ValueError, match="is partial; it can only be brought by a backend that patches a model in place"):
+            worker.outcome(plan=some.digest)
 
 
 class TestManyRanks:

@@ -1,0 +1,39 @@
+"""What is known of vLLM's own weight-transfer backends, by name. A pure table: it imports no vLLM and holds for 0.28 to 0.32."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendTraits:
+    """How a round over one of vLLM's backends has to be treated.
+
+    Attributes:
+        name: What vLLM's factories know it by.
+        attested: Every byte goes through the model's ``load_weights``, so that a guarded worker can digest what it loads.
+        grouped: All workers and the trainer are in one group: whoever is lost takes all others with it.
+        needs_source: The trainer's engine reads the weights from a source. Otherwise they are handed to its ``send_weights``.
+    """
+
+    name: str
+    attested: bool = False
+    grouped: bool = True
+    needs_source: bool = True
+
+
+_KNOWN = {
+    each.name: each
+    for each in (
+        BackendTraits(name="ipc", attested=True, grouped=False),
+        BackendTraits(name="nccl", attested=True),
+        BackendTraits(name="sparse_nccl", needs_source=False),
+        BackendTraits(name="sharded_rdt", grouped=False),
+        BackendTraits(name="nccl_m2n"),
+    )
+}
+
+
+def traits(name: str) -> BackendTraits:
+    """The traits of the backend ``name``; for one that is not known here the careful ones: not attested, grouped."""
+    return _KNOWN.get(name) or BackendTraits(name=name)

@@ -1,0 +1,35 @@
+"""What is known of vLLM's backends."""
+
+from __future__ import annotations
+
+import pytest
+
+from ray_weightsync.transports.native.backends import BackendTraits, traits
+
+
+@pytest.mark.parametrize("name", ["ipc", "nccl"])
+def test_a_backend_that_loads_through_load_weights_is_attested(name: str) -> None:
+    assert traits(name).attested
+
+
+@pytest.mark.parametrize("name", ["sparse_nccl", "sharded_rdt", "nccl_m2n"])
+def test_a_backend_that_writes_into_parameters_itself_is_not_attested(name: str) -> None:
+    assert not traits(name).attested
+
+
+def test_only_one_to_one_backends_lose_one_replica_at_a_time() -> None:
+    assert {name: traits(name).grouped for name in ("ipc", "sharded_rdt", "nccl", "sparse_nccl", "nccl_m2n")} == {
+        "ipc": False,
+        "sharded_rdt": False,
+        "nccl": True,
+        "sparse_nccl": True,
+        "nccl_m2n": True,
+    }
+
+
+def test_only_patches_are_handed_to_send_weights() -> None:
+    assert [name for name in ("ipc", "nccl", "sparse_nccl", "sharded_rdt", "nccl_m2n") if not traits(name).needs_source] == ["sparse_nccl"]
+
+
+def test_nothing_is_assumed_of_a_backend_that_is_not_known() -> None:
+    assert traits("somebodys") == BackendTraits(name="somebodys", attested=False, grouped=True, needs_source=True)
