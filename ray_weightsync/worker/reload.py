@@ -60,14 +60,18 @@ class LayerwiseReload:
         """Put the model's parameters on meta and collect from now on. Leftovers of an earlier session are flushed first.
 
         Args:
-            begin: Does so in place of vLLM's ``initialize_layerwise_reload``, as whoever loads needs it.
+            begin: Does so in place of vLLM's ``initialize_layerwise_reload``, or whatever else whoever will load begins with.
         """
         self.clear()
         self._expert_kernels = _take_expert_kernels(self._model)
-        if begin is None:
-            initialize_layerwise_reload(self._model)
-        else:
-            begin()
+        try:
+            if begin is None:
+                initialize_layerwise_reload(self._model)
+            else:
+                begin()
+        except BaseException:
+            self._give_back_expert_kernels()
+            raise
 
     def clear(self) -> None:
         """Flush what an earlier session left open, if anything.
@@ -78,8 +82,7 @@ class LayerwiseReload:
         if self._layers_open():
             logger.warning("an earlier weight update was left open in this worker; it is flushed")
             self.flush()
-        else:
-            self._give_expert_kernels_back()
+        self._give_back_expert_kernels()
 
     def finish(self, complete: Callable[[], None] | None = None, *, every_layer: bool = True) -> None:
         """Process the layers that were not complete on their own (padded ones, attention) and end the session.
@@ -97,7 +100,12 @@ class LayerwiseReload:
             self.flush()
             raise RuntimeError(f"{_named(stale)} got no weights at all")
         try:
-            self._end(complete)
+            if complete is None:
+                finalize_layerwise_reload(self._model, self._model_config)
+            else:
+                complete()
+            self._give_back_expert_kernels()
+            self.require_clean()
         except BaseException as error:
             try:
                 self.flush()
@@ -119,19 +127,13 @@ class LayerwiseReload:
                 # To vLLM's finalize this layer now looks as if it had been given nothing: it puts the old tensors back.
                 info.load_numel = 0
                 info.loaded_weights.clear()
-        self._end()
-
-    def _end(self, complete: Callable[[], None] | None = None) -> None:
         try:
-            if complete is None:
-                finalize_layerwise_reload(self._model, self._model_config)
-            else:
-                complete()
+            finalize_layerwise_reload(self._model, self._model_config)
         finally:
-            self._give_expert_kernels_back()
+            self._give_back_expert_kernels()
         self.require_clean()
 
-    def _give_expert_kernels_back(self) -> None:
+    def _give_back_expert_kernels(self) -> None:
         for method, kernel in self._expert_kernels:
             if method.moe_kernel is None:  # its layer was not loaded
                 method.moe_kernel = kernel
