@@ -50,11 +50,13 @@ class NativeMembers:
         key: A trainer engine that was made for these very processes, ranks and this plan has the same one, and may be used again.
         group: The ranks of the sender and every worker.
         stock: They are on vLLM's own backend, without the worker side of this package.
+        vllm: The versions of vLLM in them; None for one that did not say.
     """
 
     key: str
     group: Group
     stock: bool
+    vllm: tuple[str | None, ...] = ()
 
 
 class Ended(StepFailed):
@@ -138,7 +140,9 @@ class Relay(Live[NativeMembers]):
         self._stock = any(replica.engine.facts.is_stock for replica in replicas)
         self._until = time.monotonic() + self.limit_s
         # The engine itself says what each update holds.
-        return NativeMembers(key=self._key(group, replicas), group=group, stock=self._stock), {replica.id: {} for replica in replicas}
+        versions = tuple(replica.engine.facts.vllm_version for replica in replicas)
+        members = NativeMembers(key=self._key(group, replicas), group=group, stock=self._stock, vllm=versions)
+        return members, {replica.id: {} for replica in replicas}
 
     def _key(self, group: Group, replicas: Sequence[Replica]) -> str:
         # One that does not tell its incarnation may be another process by the next round.

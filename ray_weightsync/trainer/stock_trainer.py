@@ -6,16 +6,19 @@ Where vLLM's waits for ever when an engine fails inside a broadcast, this one en
 from __future__ import annotations
 
 import concurrent.futures
+import importlib
 from functools import partial
 
 import torch
 
 from ray_weightsync.config import Collective, Timeouts
+from ray_weightsync.errors import ConfigError
 from ray_weightsync.fleet.relay import NativeMembers
 from ray_weightsync.protocol.client import VLLMWeightSyncClient
 from ray_weightsync.trainer.native import EngineMaker
 from ray_weightsync.transports.collective.stock import CLOSE_LIMIT_S, Join, StockSender
 from ray_weightsync.transports.collective.stock_format import StockFormat, form_for, update_info
+from ray_weightsync.transports.collective.stock_meeting import oldest_release
 from ray_weightsync.transports.collective.stock_nccl import VllmCommunicator
 from ray_weightsync.transports.collective.stock_thread import OwnerThread
 from ray_weightsync.transports.native.source import RoundSource
@@ -35,6 +38,7 @@ class StockTrainer:
         options: Bytes in one broadcast, buffers, and network interface.
         join_s: Seconds for all workers to join.
         update_s: Seconds for one transfer.
+        vllm: As of `StockSender`.
         address: The address that workers are told, if not the interface's.
         device: Where the buffers are. None: the current GPU.
         communicator: What joins; see `StockSender`.
@@ -54,6 +58,7 @@ class StockTrainer:
         options: Collective,
         join_s: float,
         update_s: float,
+        vllm: tuple[int, int] | None = None,
         address: str | None = None,
         device: torch.device | None = None,
         communicator: Join = VllmCommunicator,
@@ -64,7 +69,13 @@ class StockTrainer:
         self._update_s = update_s
         form: StockFormat = form_for(plan, buffer_bytes=options.bucket_bytes, num_buffers=options.num_buckets)
         self._sender = StockSender(
-            form, world_size=world_size, interface=options.interface, address=address, device=device, communicator=communicator
+            form,
+            world_size=world_size,
+            vllm=vllm,
+            interface=options.interface,
+            address=address,
+            device=device,
+            communicator=communicator,
         )
         self._calls = OwnerThread("rws-stock-calls")
         try:
@@ -110,7 +121,18 @@ class StockTrainer:
 
 
 def stock_engine_maker(options: Collective, timeouts: Timeouts) -> EngineMaker:
-    """Makes trainer engines of our own, for engines on vLLM's ``nccl`` backend."""
+    """Makes trainer engines of our own, for engines on vLLM's ``nccl`` backend.
+
+    Raises:
+        ConfigError: if vLLM cannot be imported here.
+    """
+    try:
+        own: str = importlib.import_module("vllm").__version__
+    except ImportError as error:
+        raise ConfigError(
+            f"engines on vLLM's own 'nccl' backend are met by vLLM's own code, and vLLM cannot be imported in the trainer ({error})",
+            hint="install the vLLM of the engines where weights are sent from; or start the engines with rws.vllm_engine_args()",
+        ) from error
 
     def make(client: VLLMWeightSyncClient, source: RoundSource, members: NativeMembers) -> StockTrainer:
         return StockTrainer(
@@ -120,6 +142,7 @@ def stock_engine_maker(options: Collective, timeouts: Timeouts) -> EngineMaker:
             options=options,
             join_s=timeouts.connect_s,
             update_s=timeouts.for_bytes("update", source.plan.num_bytes),
+            vllm=oldest_release([*members.vllm, own]),
         )
 
     return make
