@@ -284,12 +284,18 @@ class Relay(Live[NativeMembers]):
 
 
 def own_init_info(init_info: Payload, group: Group, replica: str) -> Payload:
-    """What a replica gets of the ``init_info`` that a trainer engine sent for all: with the rank that its own workers begin at.
+    """What a replica gets of the ``init_info`` that a trainer engine sent for all: with its own workers' place among all.
+
+    That is the rank that they begin at, or (``sharded_rdt``) the replica's number, from which they find their own.
 
     Raises:
         ConfigError: if the ranks would not be the group's.
     """
-    if not isinstance(init_info, Mapping) or "rank_offset" not in init_info:
+    if not isinstance(init_info, Mapping):
+        return init_info
+    if {"replica_rank", "num_replicas"} <= init_info.keys():
+        return _numbered(init_info, group, replica)
+    if "rank_offset" not in init_info:
         return init_info
     first = init_info["rank_offset"]
     ranks = first + group.world_size - 1
@@ -299,6 +305,16 @@ def own_init_info(init_info: Payload, group: Group, replica: str) -> Payload:
             f"{ranks} ({group.table()}): joining would never end"
         )
     return {**init_info, "rank_offset": first + group.member(replica).rank_offset - 1}
+
+
+def _numbered(init_info: Mapping[str, Any], group: Group, replica: str) -> dict[str, Any]:
+    sizes = {member.id: len(member.ranks) for member in group.members}
+    if len(set(sizes.values())) > 1:
+        raise ConfigError(
+            f"this backend takes replicas of as many workers each, and they have {sizes}: workers would take each other's parts",
+            hint="attach them in a session for each size, or choose another transport",
+        )
+    return {**init_info, "replica_rank": list(sizes).index(replica), "num_replicas": len(sizes)}
 
 
 def own_update_info(update_info: Payload, group: Group, replica: str) -> Payload:

@@ -14,12 +14,14 @@ class BackendTraits:
         attested: Every byte goes through the model's ``load_weights``, so that a guarded worker can digest what it loads.
         grouped: All workers and the trainer are in one group: whoever is lost takes all others with it.
         needs_source: The trainer's engine reads the weights from a source. Otherwise they are handed to its ``send_weights``.
+        layouts: That source says how the trainer's ranks hold each tensor (vLLM's ``M2NWeightSource``).
     """
 
     name: str
     attested: bool = False
     grouped: bool = True
     needs_source: bool = True
+    layouts: bool = False
 
 
 _KNOWN = {
@@ -29,7 +31,7 @@ _KNOWN = {
         BackendTraits(name="nccl", attested=True),
         BackendTraits(name="sparse_nccl", needs_source=False),
         BackendTraits(name="sharded_rdt", grouped=False),
-        BackendTraits(name="nccl_m2n"),
+        BackendTraits(name="nccl_m2n", layouts=True),
     )
 }
 
