@@ -222,6 +222,9 @@ def recorded(snapshot: Snapshot) -> SnapshotRecord:
         group=snapshot.group,
         kept=snapshot.kept,
         attested=snapshot.attested,
+        transport=snapshot.log.transport,
+        transport_reason=snapshot.log.transport_reason,
+        grouped=snapshot.log.grouped,
     )
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 PHASES = {INIT: "init", START: "start", UPDATE: "update", FINISH: "finish"}
 
-AFTER = {None: (INIT, START), INIT: (INIT, START), START: (UPDATE, FINISH), UPDATE: (UPDATE, FINISH), FINISH: ()}
+AFTER = {None: (INIT, START), INIT: (INIT, START), START: (UPDATE,), UPDATE: (UPDATE, FINISH), FINISH: ()}
 """Which verbs may follow which in one round."""
 
 CarryOut = Callable[[str, list[Call]], Awaitable[Any]]

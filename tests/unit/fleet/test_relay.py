@@ -453,10 +453,10 @@ class TestPatches:
 
 
 class TestSuccessors:
-    async def _dies_in(self, fleet: FakeFleet, call: str) -> str:
+    async def _dies_in(self, fleet: FakeFleet, call: str, backend: str = ALONE) -> str:
         for engine in fleet.engines:
             engine.gate(call)
-        sending = asyncio.ensure_future(fleet.relay(1))
+        sending = asyncio.ensure_future(fleet.relay(1, engine=FakeTrainerEngine(backend)))
         for engine in fleet.engines:
             await engine.reached[call].wait()
         round_id = str(fleet.coordinator._roster.round_id)
@@ -496,6 +496,19 @@ class TestSuccessors:
             round_id = await self._dies_in(fleet, "outcome")
             assert (await fleet.coordinator.settled(round_id)).committed == ("r0", "r1")
             assert [engine.version for engine in fleet.engines] == ["1", "1"]
+
+        run(story)
+
+    def test_its_report_is_of_the_round_as_it_was(self) -> None:
+        async def story() -> None:
+            fleet = await fleet_of(2, timeouts=Timeouts()).attach()
+            round_id = await self._dies_in(fleet, "outcome", "nccl_m2n")
+            report = await fleet.coordinator.settled(round_id)
+            assert (report.transport, report.transport_reason) == ("native:nccl_m2n", "test")
+            assert "bytes attested by every worker" not in report.guarantees
+            assert any("only that the update was complete" in each for each in report.missing)
+            assert any("takes the others of its round with it" in each for each in report.missing)
+            assert [each.attested for each in fleet.coordinator.status().replicas] == [False, False]
 
         run(story)
 
