@@ -188,7 +188,9 @@ class Relay(Live[NativeMembers]):
                 f"{failed.failure.message}: nothing ends a wait in a group of vLLM's own {self.backend}; kill the engine if it stays stuck"
             )
             raise StepFailed(failed.phase, replace(failed.failure, message=words), failed.limit_s, failed.goes_on) from failed
-        if order.verb != INIT:
+        if order.verb == INIT:
+            replica.holds_end = True
+        else:
             replica.left = Left.NOTHING if order.verb == FINISH else Left.OPEN
         order.waits_for.discard(replica.id)
         order.answers += 1

@@ -225,6 +225,47 @@ class TestKept:
         run(story)
 
 
+class TestClosed:
+    def test_what_was_set_up_in_engines_is_shut_down_with_the_session_and_one_that_cannot_keeps_nobody(self) -> None:
+        async def story() -> None:
+            fleet = await fleet_of(3).attach()
+            await fleet.relay(1)
+            fleet.engines[1].restart()  # what was set up went with its process
+            await fleet.coordinator._parts.staging.settled()
+            for replica in fleet.coordinator._roster.members:
+                if replica.id == "r1":
+                    replica.forget_incarnation()
+            fleet.forget_calls()
+            fleet.engines[0].faults["shutdown"] = "raise"
+            await fleet.coordinator.close()
+            assert [engine.calls for engine in fleet.engines] == [["shutdown"], [], ["shutdown"]]
+            assert fleet.stores.closed
+
+        run(story)
+
+    def test_one_whose_update_may_be_open_is_left(self) -> None:
+        async def story() -> None:
+            fleet = await fleet_of(2, on_failure=FailurePolicy(auto_heal=False)).attach()
+            fleet.engines[1].faults["update"] = "raise"
+            with pytest.raises(ReplicasLost):
+                await fleet.relay(1)
+            fleet.forget_calls()
+            await fleet.coordinator.close()
+            assert [engine.calls for engine in fleet.engines] == [["shutdown"], []]
+
+        run(story)
+
+    def test_engines_that_no_trainer_engine_set_up_are_not_touched(self) -> None:
+        async def story() -> None:
+            fleet = await FakeFleet(1).attach()
+            await fleet.send(1)
+            fleet.forget_calls()
+            await fleet.coordinator.close()
+            assert fleet.engines[0].calls == []
+
+        run(story)
+
+
 class TestEndsBeforeStart:
     @pytest.mark.parametrize("backend", [GROUPED, ALONE])
     @pytest.mark.parametrize("fault", ["raise", "die"])
