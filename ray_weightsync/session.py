@@ -308,7 +308,7 @@ class WeightSync(FleetLife):
         try:
             for trainer in self._trainers:
                 trainer.rws_close.remote(self.name)
-            self._link.ask("close", limit_s=timeouts.round_s(0) + timeouts.commit_s + timeouts.resume_s)
+            self._link.ask("close", limit_s=timeouts.round_s(0) + timeouts.commit_s + 2 * timeouts.resume_s)
         except (WeightSyncError, RayError) as error:
             logger.warning("the coordinator of %s did not close cleanly (its stores' janitors free shared memory): %s", self.name, error)
         finally:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 KEPT = (
-    *("version", "brought", "attested", "left", "owner_paused", "fenced_by_us", "error"),
+    *("version", "brought", "attested", "left", "holds_end", "owner_paused", "fenced_by_us", "error"),
     *("heals", "probe_failed", "asleep_tags", "leaving", "lost", "replaced_by", "taken_by"),
 )
 """What a successor has to know of a replica, by the names of its attributes."""
@@ -222,6 +222,9 @@ def recorded(snapshot: Snapshot) -> SnapshotRecord:
         group=snapshot.group,
         kept=snapshot.kept,
         attested=snapshot.attested,
+        transport=snapshot.log.transport,
+        transport_reason=snapshot.log.transport_reason,
+        grouped=snapshot.log.grouped,
     )
 
 

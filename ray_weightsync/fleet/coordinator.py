@@ -30,12 +30,12 @@ from ray_weightsync.fleet.repair import Repair
 from ray_weightsync.fleet.replica import Replica
 from ray_weightsync.fleet.rounds import Rounds
 from ray_weightsync.fleet.sleep_mode import SleepMode
-from ray_weightsync.fleet.steps import Timeline
+from ray_weightsync.fleet.steps import StepFailed, Timeline, step
 from ray_weightsync.fleet.stock import require_servable
 from ray_weightsync.fleet.stores import Stores
 from ray_weightsync.fleet.values import Settings, Way
 from ray_weightsync.fleet.way import way_of
-from ray_weightsync.protocol.channel import FINISH, PAUSE, SET_VERSION
+from ray_weightsync.protocol.channel import FINISH, PAUSE, SET_VERSION, SHUTDOWN
 from ray_weightsync.report import FleetStatus, SyncReport
 
 logger = logging.getLogger(__name__)
@@ -264,6 +264,16 @@ class Coordinator:
         except Exception:
             logger.exception("session %s ends with its owner, and could not be closed in order", self._roster.name)
 
+    async def _shut_down_end(self, replica: Replica) -> None:
+        """Have workers let go of their end of a trainer engine, where none raises: stock ones might, and any with an update open."""
+        able = replica.whole and not replica.unanswered and not replica.engine.facts.is_stock
+        if not able or not replica.holds_end or not replica.engine.channel.supports(SHUTDOWN):
+            return
+        try:
+            await step(replica, "close", SHUTDOWN, limit_s=self._timeouts.resume_s, timeline=Timeline())
+        except StepFailed as failed:
+            logger.warning("%s keeps its end of a trainer engine: %s", replica.id, failed)
+
     async def close(self) -> None:
         """Free what is shared. Engines are left as they are: whole ones serve, fenced ones stay fenced.
 
@@ -278,6 +288,7 @@ class Coordinator:
             owed = [call for replica in self._roster.replicas.values() for call in replica.unanswered]
             if owed:
                 await asyncio.wait(owed, timeout=self._timeouts.resume_s)
+            await asyncio.gather(*map(self._shut_down_end, self._roster.members))
         finally:
             parts.cancel_all()
             await parts.claims.release_all()

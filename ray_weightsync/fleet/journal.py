@@ -41,7 +41,8 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotRecord:
-    """A snapshot; see `ray_weightsync.fleet.snapshot.Snapshot`. ``sealed`` is None where that was not known yet.
+    """A snapshot; see `ray_weightsync.fleet.snapshot.Snapshot`. ``sealed`` is None where that was not known yet. How its bytes went is as
+    in `ray_weightsync.fleet.round.RoundLog`.
 
     Where it lies is for the stores to tell.
     """
@@ -56,6 +57,9 @@ class SnapshotRecord:
     group: str | None = None
     kept: bool = True
     attested: bool = True
+    transport: str = "host"
+    transport_reason: str = ""
+    grouped: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 PHASES = {INIT: "init", START: "start", UPDATE: "update", FINISH: "finish"}
 
-AFTER = {None: (INIT, START), INIT: (INIT, START), START: (UPDATE, FINISH), UPDATE: (UPDATE, FINISH), FINISH: ()}
+AFTER = {None: (INIT, START), INIT: (INIT, START), START: (UPDATE,), UPDATE: (UPDATE, FINISH), FINISH: ()}
 """Which verbs may follow which in one round."""
 
 CarryOut = Callable[[str, list[Call]], Awaitable[Any]]
@@ -188,7 +188,9 @@ class Relay(Live[NativeMembers]):
                 f"{failed.failure.message}: nothing ends a wait in a group of vLLM's own {self.backend}; kill the engine if it stays stuck"
             )
             raise StepFailed(failed.phase, replace(failed.failure, message=words), failed.limit_s, failed.goes_on) from failed
-        if order.verb != INIT:
+        if order.verb == INIT:
+            replica.holds_end = True
+        else:
             replica.left = Left.NOTHING if order.verb == FINISH else Left.OPEN
         order.waits_for.discard(replica.id)
         order.answers += 1

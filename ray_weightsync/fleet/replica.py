@@ -41,6 +41,7 @@ class Replica:
         brought: Whether a round of this session brought those weights, all of them.
         attested: Whether its workers proved them. Those of a stock engine prove nothing.
         left: What the latest update left in a stock engine. Our worker side leaves nothing.
+        holds_end: Its workers keep what a trainer engine of vLLM's had set up in them.
         served: It was SERVING when the round in progress passed *start*; a router may go on sending (requests queue).
         leaving: Its removal was asked for: no new requests, no further round.
         owner_paused: Its owner had paused it before this session first touched it, and finds it so afterwards.
@@ -65,6 +66,7 @@ class Replica:
     brought: bool = False
     attested: bool = False
     left: Left = Left.NOTHING
+    holds_end: bool = False
     served: bool = False
     leaving: bool = False
     owner_paused: bool = False
@@ -143,7 +145,7 @@ class Replica:
         self.unanswered.clear()
         self.version = self.headers = None
         self.brought = self.attested = False
-        self.left = Left.NOTHING
+        self.left, self.holds_end = Left.NOTHING, False
         self.fenced_by_us = False
         self.probe_failed = False
         self.asleep_tags = set()

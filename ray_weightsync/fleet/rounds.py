@@ -114,7 +114,7 @@ class Rounds:
             self._roster.round_id = snapshot_id
             self._roster.changed("stage")
             way = way or self._settings.way or Way(transport=self._settings.host, reason=BY_HOST)
-            live = None if offer is None else self._live(offer, known)
+            live = None if offer is None else self._live(offer, known, way)
             kept = live is None or (isinstance(live, Broadcast) and way.keeps_broadcast)
             log.transport_reason = way.reason
             if live is not None:
@@ -148,10 +148,10 @@ class Rounds:
             self._plans = dict([*self._plans.items(), (plan.digest, plan)][-4:])
         return self._plans[digest]
 
-    def _live(self, offer: Meeting | Native, plan: Plan) -> Live[Any]:
+    def _live(self, offer: Meeting | Native, plan: Plan, way: Way) -> Live[Any]:
         if isinstance(offer, Native):
             relay = Relay(offer, plan, self._timeouts, on_group=self._grouped)
-            if isinstance(self._settings.transport, Collective):
+            if isinstance(way.transport, Collective):
                 relay.name = "collective"  # of the sender's making, toward receivers of vLLM's
             return relay
         return Broadcast(offer, on_group=self._grouped)

@@ -204,7 +204,9 @@ class Relaying(LiveSending):
             engine = f"The trainer engine of {self._native.backend!r}"
             late = RoundAborted(f"{engine} did not come to an end; its thread is left behind.", phase="update", limit_s=limit_s)
             settle(over, late if isinstance(error, TimeoutError) else error)
-            driven.abort(str(over.exception()))
+            if over.exception() is None:  # it came to its end in this very moment: nobody else shuts it down
+                _ending(driven)
+            driven.abort(str(over.exception() or error))
             raise (over.exception() or error) from None
         self._engines.keep(driven)
         return packed

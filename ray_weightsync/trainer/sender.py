@@ -98,19 +98,21 @@ class SnapshotSender:
 
     def send(self, source: SourceLike, *, version: int | str, busy: Busy = "wait") -> SyncReport:
         """Stage and commit; the turn is kept in between."""
-        way = self._settings.way or self._way(source)
+        if (way := self._settings.way) is None:
+            source = as_source(source)  # which walks a whole module, and is not done twice
+            way = self._way(source)
         if (live := self._live(way.transport)) is None:
             return self._send(source, version, busy, way, None)
         with live:
             return self._send(source, version, busy, way, live)
 
-    def _way(self, source: SourceLike) -> Way:
+    def _way(self, source: WeightSource) -> Way:
         """How this round goes, where each one chooses. Without a GPU here there is one way, and nobody is asked.
 
         Raises:
             RoundAborted: if no transport reaches the engines.
         """
-        facts = sender_facts(as_source(source))
+        facts = sender_facts(source)
         if facts.current is None:
             return Way(transport=self._settings.host, reason=f"auto: {not_from_gpu(facts)}")
         way: Way = self._link.ask("choose_transport", facts, limit_s=self._timeouts.connect_s)

@@ -104,7 +104,7 @@ class _Engine:
 
     def send_weights(self) -> None:
         if isinstance(self._source.given, Patches):
-            self._engine.send_weights(list(self._source.given.patches))
+            self._engine.send_weights(self._source.given.on_device(current_gpu()))
         else:
             self._engine.send_weights()
 

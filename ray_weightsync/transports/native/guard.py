@@ -22,8 +22,10 @@ import torch
 from ray_weightsync.transports.native.arrivals import Arrivals
 from ray_weightsync.transports.native.backends import BackendTraits
 from ray_weightsync.transports.native.factory import WorkerBackend
+from ray_weightsync.transports.native.handles import require_handles
 from ray_weightsync.weights.plan import Plan
 from ray_weightsync.worker import payload
+from ray_weightsync.worker.device import told_device
 from ray_weightsync.worker.receiver import Received
 from ray_weightsync.worker.ties import Seen
 
@@ -159,6 +161,8 @@ class Guard:
         return dict(payload.mapping({"update_info": given}, "update_info"))
 
     def _receive(self, update_info: dict[str, Any]) -> None:
+        if self._traits.name == "ipc":
+            require_handles(update_info, told_device(self._into.device)["uuid"])
         if self._into.device.type == "cpu":  # vLLM's update_weights is this, and a wait for an accelerator
             self._backend.receive_weights(self._backend.parse_update_info(update_info))
         else:

@@ -31,6 +31,7 @@ from ray_weightsync.protocol.channel import (
     RESET_PREFIX_CACHE,
     RESUME,
     SET_VERSION,
+    SHUTDOWN,
     SLEEP,
     START,
     UNFINISHED,
@@ -54,6 +55,7 @@ NAMES = {
     WAKE_UP: "wake_up",
     IS_PAUSED: "found",
     GET_VERSION: "found",
+    SHUTDOWN: "shutdown",
 }
 
 PLAN = ["judge", "inspect", "plan"]

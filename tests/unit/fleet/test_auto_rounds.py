@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from typing import Any
 
@@ -12,7 +13,9 @@ from ray_weightsync.engines.facts import DeviceFacts
 from ray_weightsync.errors import AttachError, RoundAborted
 from ray_weightsync.fleet.choosing import SenderFacts
 from ray_weightsync.fleet.values import Way
+from ray_weightsync.protocol.channel import FINISH, INIT, START, UPDATE
 from tests.unit.fleet.fakes import FakeEngine, FakeFleet, sealed
+from tests.unit.fleet.stock_fakes import StockEngine
 from tests.unit.fleet.test_broadcast_rounds import run
 
 MINE = DeviceFacts("cuda", "mine")
@@ -136,6 +139,26 @@ def test_engines_on_vllms_own_backends_may_be_attached_and_are_chosen_their_way(
     async def story() -> None:
         fleet = await fleet_of(Placed("r0", "mine" if backend == "ipc" else "a", backend=backend)).attach()
         assert fleet.coordinator.choose_transport(SENDER).transport == transport
+
+    run(story)
+
+
+def test_a_way_to_stock_engines_is_named_in_the_report_as_it_was_chosen() -> None:
+    async def story() -> None:
+        class PlacedStock(StockEngine):
+            def _told(self, nonce: str) -> dict[str, Any]:
+                return super()._told(nonce) | {"devices": [{"type": "cuda", "uuid": "a"}]}
+
+        fleet = await fleet_of(PlacedStock("r0")).attach()
+        rounds, way = fleet.coordinator.rounds, fleet.coordinator.choose_transport(SENDER)
+        ticket = await fleet.open(1, offer=Native("nccl"), way=way)
+        committing = asyncio.ensure_future(rounds.commit(ticket.snapshot, holds_turn=True))
+        await rounds.live_members(ticket.snapshot)
+        for verb, payload in ((INIT, {"rank_offset": 1}), (START, None), (UPDATE, {}), (FINISH, None)):
+            await rounds.native_call(ticket.snapshot, verb, payload)
+        await rounds.seal(ticket.snapshot, sealed("digest"), keep_turn=True)
+        report = await committing
+        assert (report.transport, report.transport_reason) == ("collective", way.reason)
 
     run(story)
 

@@ -234,6 +234,47 @@ class TestKept:
         run(story)
 
 
+class TestClosed:
+    def test_what_was_set_up_in_engines_is_shut_down_with_the_session_and_one_that_cannot_keeps_nobody(self) -> None:
+        async def story() -> None:
+            fleet = await fleet_of(3).attach()
+            await fleet.relay(1)
+            fleet.engines[1].restart()  # what was set up went with its process
+            await fleet.coordinator._parts.staging.settled()
+            for replica in fleet.coordinator._roster.members:
+                if replica.id == "r1":
+                    replica.forget_incarnation()
+            fleet.forget_calls()
+            fleet.engines[0].faults["shutdown"] = "raise"
+            await fleet.coordinator.close()
+            assert [engine.calls for engine in fleet.engines] == [["shutdown"], [], ["shutdown"]]
+            assert fleet.stores.closed
+
+        run(story)
+
+    def test_one_whose_update_may_be_open_is_left(self) -> None:
+        async def story() -> None:
+            fleet = await fleet_of(2, on_failure=FailurePolicy(auto_heal=False)).attach()
+            fleet.engines[1].faults["update"] = "raise"
+            with pytest.raises(ReplicasLost):
+                await fleet.relay(1)
+            fleet.forget_calls()
+            await fleet.coordinator.close()
+            assert [engine.calls for engine in fleet.engines] == [["shutdown"], []]
+
+        run(story)
+
+    def test_engines_that_no_trainer_engine_set_up_are_not_touched(self) -> None:
+        async def story() -> None:
+            fleet = await FakeFleet(1).attach()
+            await fleet.send(1)
+            fleet.forget_calls()
+            await fleet.coordinator.close()
+            assert fleet.engines[0].calls == []
+
+        run(story)
+
+
 class TestEndsBeforeStart:
     @pytest.mark.parametrize("backend", [GROUPED, ALONE])
     @pytest.mark.parametrize("fault", ["raise", "die"])
@@ -462,10 +503,10 @@ class TestPatches:
 
 
 class TestSuccessors:
-    async def _dies_in(self, fleet: FakeFleet, call: str) -> str:
+    async def _dies_in(self, fleet: FakeFleet, call: str, backend: str = ALONE) -> str:
         for engine in fleet.engines:
             engine.gate(call)
-        sending = asyncio.ensure_future(fleet.relay(1))
+        sending = asyncio.ensure_future(fleet.relay(1, engine=FakeTrainerEngine(backend)))
         for engine in fleet.engines:
             await engine.reached[call].wait()
         round_id = str(fleet.coordinator._roster.round_id)
@@ -505,6 +546,19 @@ class TestSuccessors:
             round_id = await self._dies_in(fleet, "outcome")
             assert (await fleet.coordinator.settled(round_id)).committed == ("r0", "r1")
             assert [engine.version for engine in fleet.engines] == ["1", "1"]
+
+        run(story)
+
+    def test_its_report_is_of_the_round_as_it_was(self) -> None:
+        async def story() -> None:
+            fleet = await fleet_of(2, timeouts=Timeouts()).attach()
+            round_id = await self._dies_in(fleet, "outcome", "nccl_m2n")
+            report = await fleet.coordinator.settled(round_id)
+            assert (report.transport, report.transport_reason) == ("native:nccl_m2n", "test")
+            assert "bytes attested by every worker" not in report.guarantees
+            assert any("only that the update was complete" in each for each in report.missing)
+            assert any("takes the others of its round with it" in each for each in report.missing)
+            assert [each.attested for each in fleet.coordinator.status().replicas] == [False, False]
 
         run(story)
 

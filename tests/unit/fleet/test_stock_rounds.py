@@ -9,7 +9,7 @@ import pytest
 
 from ray_weightsync.config import Collective, Native
 from ray_weightsync.engines.headers import Headers
-from ray_weightsync.errors import FleetTorn, ReplicasLost, RoundAborted, WeightSyncError
+from ray_weightsync.errors import ConfigError, FleetTorn, ReplicasLost, RoundAborted, WeightSyncError
 from ray_weightsync.fleet.replica import Replica
 from ray_weightsync.fleet.states import ReplicaState
 from ray_weightsync.protocol.channel import FINISH, INIT, START, UPDATE
@@ -99,6 +99,22 @@ class TestWhole:
             fleet[0].can_shut_down = False
             await fleet.relay(1)
             assert "shutdown" not in fleet[0].calls
+
+        run(story)
+
+    def test_a_session_in_which_nothing_was_transferred_is_never_committed(self) -> None:
+        async def story() -> None:
+            fleet = await StockFleet(1).attach()
+            rounds = fleet.coordinator.rounds
+            ticket = await fleet.open(1, offer=Native("nccl"))
+            committing = asyncio.ensure_future(rounds.commit(ticket.snapshot, holds_turn=True))
+            await rounds.live_members(ticket.snapshot)
+            await rounds.native_call(ticket.snapshot, START, None)
+            with pytest.raises(ConfigError, match="finish_weight_update after start_weight_update"):
+                await rounds.native_call(ticket.snapshot, FINISH, None)
+            await rounds.abandon(ticket.snapshot, "it cannot go on")
+            with pytest.raises(FleetTorn):
+                await committing
 
         run(story)
 

@@ -272,6 +272,30 @@ def test_whatever_fails_the_next_session_works(worker: Worker, step: str) -> Non
     worker.outcome(round="r2")
 
 
+@pytest.mark.parametrize(
+    ("malformed", "said"),
+    [
+        (
+            {"names": ["a", "b", "c"], "ipc_handles": [{}, {}]},
+            r"^rws: rank 0: update_weights: 'c' has no handle: there are 2 for 3 tensors$",
+        ),
+        ({"names": ["a"], "ipc_handles": [None]}, "'a' has NoneType in place of its handles"),
+        ({"shapes": []}, "KeyError: 'names'"),
+        (None, "'update_info' must be a dict"),
+    ],
+)
+def test_a_malformed_payload_is_told_and_nothing_of_it_is_loaded(worker: Worker, malformed: Any, said: str) -> None:
+    worker.choose(init_info={})
+    worker.session(malformed)
+    assert worker.model.given == {}
+    assert not worker.open
+    with pytest.raises(ValueError, match=said):
+        worker.outcome()
+    worker.choose(round="r2")
+    worker.session(*EACH, round="r2")
+    worker.outcome(round="r2")
+
+
 def test_less_than_the_plan_is_flushed_and_named(worker: Worker) -> None:
     worker.choose(init_info={})
     worker.session(*EACH[:2])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from ray_weightsync.trainer.native import NativeEngines
 from ray_weightsync.transports.native.engine import current_gpu, on_device
+from ray_weightsync.transports.native.patches import Patches
 from ray_weightsync.weights.packing import Packed
 
 ELSEWHERE = torch.device("meta")
@@ -22,6 +24,14 @@ def test_what_is_elsewhere_is_brought_to_the_gpu_and_what_is_there_is_not_copied
     pairs = dict(on_device([("here", here), ("away", away)], ELSEWHERE))
     assert pairs["here"] is here
     assert pairs["away"].device == ELSEWHERE
+
+
+def test_patches_are_brought_to_the_gpu_before_an_update_is_open() -> None:
+    one = SimpleNamespace(name="a", indices=torch.tensor([1], dtype=torch.int32), values=torch.ones(1), full_shape=[2])
+    patches = Patches([one])
+    assert patches.on_device(None) == [one]
+    (there,) = patches.on_device(ELSEWHERE)
+    assert (there.name, there.full_shape, there.indices.device, there.values.device) == ("a", (2,), ELSEWHERE, ELSEWHERE)
 
 
 def test_without_a_gpu_nothing_is_moved() -> None:

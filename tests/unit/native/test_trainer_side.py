@@ -124,6 +124,44 @@ class TestPatches:
         with pytest.raises(ConfigError, match="SparseWeightPatch"):
             Patches(given)
 
+    @pytest.mark.parametrize(
+        ("fields", "said"),
+        [
+            ({"indices": torch.tensor([1, 4])}, "indices of int64"),
+            ({"indices": torch.tensor([1, 6], dtype=torch.int32)}, r"index 6, .* 6 elements"),
+            ({"indices": torch.tensor([-1, 4], dtype=torch.int32)}, r"index -1, .* 6 elements"),
+            ({"indices": torch.tensor([4, 4], dtype=torch.int32)}, "the same index twice"),
+            ({"indices": torch.tensor([1, 0, 4, 0], dtype=torch.int32)[::2]}, "contiguous"),
+            ({"values": torch.tensor([1.0, 0.0, 2.0, 0.0])[::2]}, "contiguous"),
+            ({"indices": torch.tensor([[1, 4]], dtype=torch.int32), "values": torch.ones(1, 2)}, "flat"),
+            ({"indices": torch.tensor([1], dtype=torch.int32)}, "needs name, indices"),
+            ({"values": torch.ones(2, dtype=torch.int32)}, "values of int32"),
+            ({"values": torch.tensor([1.0, float("nan")])}, "NaN"),
+            ({"values": torch.ones(2, device="meta")}, "meta"),
+            ({"values": torch.tensor([1.0, float("nan")]).to(torch.float8_e4m3fn)}, "NaN"),
+            ({"full_shape": (2, -3)}, "layers.b"),
+        ],
+        ids=str,
+    )
+    def test_what_an_engine_could_not_apply_is_refused_by_its_name_before_any_engine_is_asked(self, fields: Any, said: str) -> None:
+        with pytest.raises(ConfigError, match=said) as caught:
+            Patches([patch(), patch("layers.b", **fields)])
+        assert "layers.b" in str(caught.value) or "patch 1" in str(caught.value)
+
+    def test_indices_need_no_order(self) -> None:
+        (one,) = Patches([patch(indices=torch.tensor([4, 1], dtype=torch.int32))]).patches
+        assert one.indices.tolist() == [4, 1]
+
+    def test_two_patches_of_one_tensor_are_refused(self) -> None:
+        with pytest.raises(ConfigError, match="'a'"):
+            Plan.from_metadata(Patches([patch(), patch()]).metadata(), partial=True)
+
+    def test_one_without_indices_changes_nothing_and_is_not_sent(self) -> None:
+        empty = patch("b", indices=torch.empty(0, dtype=torch.int32), values=torch.empty(0))
+        assert [each.name for each in Patches([empty, patch()]).patches] == ["a"]
+        with pytest.raises(ConfigError, match="nothing to send"):
+            Patches([empty])
+
     def test_no_patches_are_refused(self) -> None:
         with pytest.raises(ConfigError, match="nothing to send"):
             Patches([])

@@ -1,0 +1,59 @@
+"""A trainer engine that nobody will use again is shut down, whenever the wait for it ended."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+
+from ray_weightsync.config import Native, Timeouts
+from ray_weightsync.trainer import native
+from ray_weightsync.trainer.native import NativeEngines, Relaying
+from ray_weightsync.weights.plan import Plan
+from ray_weightsync.weights.sources import StateDictSource
+
+
+class Engine:
+    """Reads all, and finishes."""
+
+    def __init__(self, client: Any, source: Any, members: Any) -> None:
+        self.client, self.source = client, source
+        self.over = threading.Event()
+
+    def send_weights(self) -> None:
+        list(self.source)
+        self.client.finished = True
+
+    def abort(self, reason: str) -> None:
+        """Nothing waits."""
+
+    def shutdown(self) -> None:
+        self.over.set()
+
+
+class Members:
+    key, stock = "key", True
+
+
+class Unwatched(Relaying):
+    def _watch_for(self, *args: Any, **kwargs: Any) -> None:
+        """Nobody is lost."""
+
+
+def test_one_that_came_to_its_end_as_the_wait_for_it_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(Future[Any]):
+        def result(self, timeout: float | None = None) -> Any:
+            super().result(timeout)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(native, "Future", Interrupted)
+    made: list[Engine] = []
+    link: Any = None
+    engines = NativeEngines(link, lambda *args: made.append(Engine(*args)) or made[-1])  # type: ignore[func-returns-value]
+    source = StateDictSource({"a": torch.ones(2)})
+    with pytest.raises(KeyboardInterrupt):
+        Unwatched(link, Native("ipc"), Timeouts(), engines)._send("round", Members, source, Plan.from_metadata(source.metadata()), None)
+    assert made[0].over.wait(30)
