@@ -187,16 +187,16 @@ class _CoordinatorActor:
         await (await self._ready()).rounds.seal(snapshot_id, sealed, keep_turn=keep_turn)
 
     async def stock_backend(self) -> str | None:
-        return (await self._ready()).rounds.stock_backend()
+        return (await self._ready()).rounds.live.stock_backend()
 
     async def live_members(self, snapshot_id: str) -> Group | NativeMembers | None:
-        return await (await self._ready()).rounds.live_members(snapshot_id)
+        return await (await self._ready()).rounds.live.members(snapshot_id)
 
     async def live_ended(self, snapshot_id: str) -> str | None:
-        return await (await self._ready()).rounds.live_ended(snapshot_id)
+        return await (await self._ready()).rounds.live.ended(snapshot_id)
 
     async def native_call(self, snapshot_id: str, verb: str, payload: Payload | None) -> None:
-        await (await self._ready()).rounds.native_call(snapshot_id, verb, payload)
+        await (await self._ready()).rounds.live.call(snapshot_id, verb, payload)
 
     async def abandon(self, snapshot_id: str, why: str) -> None:
         await (await self._ready()).rounds.abandon(snapshot_id, why)

@@ -11,15 +11,15 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from ray_weightsync.config import Collective, Native, version_label
+from ray_weightsync.config import Native, version_label
 from ray_weightsync.errors import ConfigError, RoundAborted, WeightSyncError
 from ray_weightsync.fleet.bring import Bring
 from ray_weightsync.fleet.broadcast import Broadcast
 from ray_weightsync.fleet.cluster import Process, until_gone
-from ray_weightsync.fleet.live import Live
+from ray_weightsync.fleet.live_rounds import LiveRounds
 from ray_weightsync.fleet.members import members_of
 from ray_weightsync.fleet.parts import Parts
-from ray_weightsync.fleet.relay import NativeMembers, Relay
+from ray_weightsync.fleet.relay import Relay
 from ray_weightsync.fleet.replica import Replica
 from ray_weightsync.fleet.reporting import report_of
 from ray_weightsync.fleet.restoring import payloads_of, roll_back, spec_of
@@ -27,7 +27,6 @@ from ray_weightsync.fleet.round import Aborted, NotAll, RoundLog
 from ray_weightsync.fleet.snapshot import Snapshot
 from ray_weightsync.fleet.staging import AFTER_REPLY_S
 from ray_weightsync.fleet.states import ReplicaEvent, ReplicaState
-from ray_weightsync.fleet.topology import Group
 from ray_weightsync.fleet.turns import Busy
 from ray_weightsync.fleet.values import Sealed, Ticket, Way
 from ray_weightsync.fleet.verdicts import aborted, verdict
@@ -36,7 +35,6 @@ from ray_weightsync.report import ReplicaReport, SyncReport
 from ray_weightsync.weights.plan import Plan
 
 if TYPE_CHECKING:
-    from ray_weightsync.protocol.messages import Payload
     from ray_weightsync.transports.collective.rendezvous import Meeting
 
 logger = logging.getLogger(__name__)
@@ -53,9 +51,14 @@ class PlanUnknown(Exception):
 
 
 class Rounds:
-    """The rounds of one session."""
+    """The rounds of one session.
+
+    Attributes:
+        live: For senders whose bytes go straight to the engines.
+    """
 
     def __init__(self, parts: Parts) -> None:
+        self.live = LiveRounds(parts)
         self._parts = parts
         self._settings = parts.settings
         self._timeouts = parts.timeouts
@@ -88,9 +91,8 @@ class Rounds:
 
         The turn is the caller's until `seal`, `commit` or `abandon`, until ``sender`` died, or until the sender's deadline has passed.
         The snapshot's id is the caller's choice (32 hex digits), so that it can be abandoned before this returns. With an ``offer`` the
-        bytes go straight from the sender to the engines, and it learns from `live_members` whom to expect: it is met at a `Meeting`, or has
-        a trainer engine of vLLM's, whose calls it makes through `native_call`. Why it goes so is said by ``way``, where each round of this
-        session chooses its own.
+        bytes go straight from the sender to the engines, and it learns from `live` whom to expect: it is met at a `Meeting`, or has a
+        trainer engine of vLLM's, whose calls it makes there. Why it goes so is said by ``way``, where each round of this session chooses.
 
         Raises:
             PlanUnknown: ``plan`` is needed.
@@ -114,7 +116,7 @@ class Rounds:
             self._roster.round_id = snapshot_id
             self._roster.changed("stage")
             way = way or self._settings.way or Way(transport=self._settings.host, reason=BY_HOST)
-            live = None if offer is None else self._live(offer, known, way)
+            live = None if offer is None else self.live.begin(offer, known, way)
             kept = live is None or (isinstance(live, Broadcast) and way.keeps_broadcast)
             log.transport_reason = way.reason
             if live is not None:
@@ -147,55 +149,6 @@ class Rounds:
             plan = Plan.from_wire(wire)
             self._plans = dict([*self._plans.items(), (plan.digest, plan)][-4:])
         return self._plans[digest]
-
-    def _live(self, offer: Meeting | Native, plan: Plan, way: Way) -> Live[Any]:
-        if isinstance(offer, Native):
-            relay = Relay(offer, plan, self._timeouts, on_group=self._grouped)
-            if isinstance(way.transport, Collective):
-                relay.name = "collective"  # of the sender's making, toward receivers of vLLM's
-            return relay
-        return Broadcast(offer, on_group=self._grouped)
-
-    def stock_backend(self) -> str | None:
-        """The backend of vLLM's own that engines of this fleet were started on; None if our worker side is in all of them."""
-        return next((each.engine.facts.backend for each in self._roster.members if each.engine.facts.is_stock), None)
-
-    async def live_members(self, snapshot_id: str) -> Group | NativeMembers | None:
-        """Whom a sender that made an offer is to expect, as soon as all of them are about to start; None if nobody.
-
-        Raises:
-            RoundAborted: if the round ends before.
-        """
-        members: Group | NativeMembers | None = await self._of(snapshot_id).members()
-        return members
-
-    async def live_ended(self, snapshot_id: str) -> str | None:
-        """Why a sender that made an offer is to stop, as soon as that is so; None if all was received.
-
-        Raises:
-            RoundAborted: if there is no such round.
-        """
-        return await self._of(snapshot_id).ended()
-
-    async def native_call(self, snapshot_id: str, verb: str, payload: Payload | None) -> None:
-        """Have every member carry out a verb of the protocol; see `Relay.call`.
-
-        Raises:
-            RoundAborted: if there is no such round, or it does not go on.
-            ConfigError: for a call that no round can carry out.
-        """
-        relay = self._of(snapshot_id)
-        assert isinstance(relay, Relay), "it was opened with a trainer engine"
-        await relay.call(verb, payload)
-
-    def _grouped(self, table: str) -> None:
-        logger.info("%s", table)
-        self._roster.ranks = table
-
-    def _of(self, snapshot_id: str) -> Live[Any]:
-        live = self._staging.require(snapshot_id, self._roster.serves()).live
-        assert live is not None, "it was opened with an offer"
-        return live
 
     async def seal(self, snapshot_id: str, sealed: Sealed, *, keep_turn: bool = False) -> None:
         """The sender has written everything: seal the snapshot on every node, and wait for the preflight's verdict.

@@ -577,7 +577,7 @@ class FakeFleet:
         ticket = await self.open(version, plan, offer=meeting)
         self.sent[str(version)] = meeting.id
         committing = asyncio.ensure_future(rounds.commit(ticket.snapshot, holds_turn=True))
-        ended = asyncio.ensure_future(rounds.live_ended(ticket.snapshot))
+        ended = asyncio.ensure_future(rounds.live.ended(ticket.snapshot))
         try:
             await self._send(ticket.snapshot, digest or f"digest of {version}", ended, fails=fails)
             return await committing
@@ -590,7 +590,7 @@ class FakeFleet:
 
     async def _send(self, snapshot: str, digest: str, ended: asyncio.Future[str | None], *, fails: bool) -> None:
         rounds = self.coordinator.rounds
-        group = await rounds.live_members(snapshot)
+        group = await rounds.live.members(snapshot)
         while group is not None and not ended.done() and not all(self._receives(each.id) for each in group.members):
             await asyncio.sleep(0)
         if fails or (ended.done() and ended.result() is not None):
@@ -610,10 +610,10 @@ class FakeFleet:
         self.sent[str(version)] = ticket.snapshot
         committing = asyncio.ensure_future(rounds.commit(ticket.snapshot, holds_turn=True))
         try:
-            engine.members = await rounds.live_members(ticket.snapshot)
+            engine.members = await rounds.live.members(ticket.snapshot)
             if engine.members is not None:
                 for verb, payload in engine.calls():
-                    await rounds.native_call(ticket.snapshot, verb, payload)
+                    await rounds.live.call(ticket.snapshot, verb, payload)
             await rounds.seal(ticket.snapshot, sealed(engine.digest or f"digest of {version}"), keep_turn=True)
         except (RoundAborted, ConfigError, ZeroDivisionError) as error:
             engine.error = error

@@ -570,7 +570,7 @@ def test_a_sender_of_a_round_that_is_over_is_told_so() -> None:
         ticket = await fleet.open(1, offer=Native("ipc"))
         await rounds.abandon(ticket.snapshot, "interrupted")
         with pytest.raises(RoundAborted, match="gone"):
-            await rounds.native_call(ticket.snapshot, START, None)
+            await rounds.live.call(ticket.snapshot, START, None)
         with pytest.raises(RoundAborted, match="gone"):
             await rounds.seal(ticket.snapshot, sealed("x"))
 

@@ -56,18 +56,18 @@ class StockFleet(FakeFleet):
 
     async def _give(self, snapshot: str, *, gives_up: bool) -> None:
         rounds = self.coordinator.rounds
-        members: Any = await rounds.live_members(snapshot)
+        members: Any = await rounds.live.members(snapshot)
         if members is None:
             return
         assert members.stock
         if members.key != self._made_for:
-            await rounds.native_call(snapshot, INIT, {"rank_offset": 1, "world_size": members.group.world_size})
+            await rounds.live.call(snapshot, INIT, {"rank_offset": 1, "world_size": members.group.world_size})
             self._made_for = members.key
-        await rounds.native_call(snapshot, START, None)
-        await rounds.native_call(snapshot, UPDATE, {"names": ["weight"]})
+        await rounds.live.call(snapshot, START, None)
+        await rounds.live.call(snapshot, UPDATE, {"names": ["weight"]})
         if gives_up:
             raise RoundAborted("the source has failed", phase="stage")
-        await rounds.native_call(snapshot, FINISH, None)
+        await rounds.live.call(snapshot, FINISH, None)
 
 
 class TestWhole:
@@ -108,10 +108,10 @@ class TestWhole:
             rounds = fleet.coordinator.rounds
             ticket = await fleet.open(1, offer=Native("nccl"))
             committing = asyncio.ensure_future(rounds.commit(ticket.snapshot, holds_turn=True))
-            await rounds.live_members(ticket.snapshot)
-            await rounds.native_call(ticket.snapshot, START, None)
+            await rounds.live.members(ticket.snapshot)
+            await rounds.live.call(ticket.snapshot, START, None)
             with pytest.raises(ConfigError, match="finish_weight_update after start_weight_update"):
-                await rounds.native_call(ticket.snapshot, FINISH, None)
+                await rounds.live.call(ticket.snapshot, FINISH, None)
             await rounds.abandon(ticket.snapshot, "it cannot go on")
             with pytest.raises(FleetTorn):
                 await committing
