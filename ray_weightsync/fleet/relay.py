@@ -27,6 +27,7 @@ from ray_weightsync.fleet.topology import Group
 from ray_weightsync.protocol.channel import FINISH, INIT, SHUTDOWN, START, UPDATE
 from ray_weightsync.protocol.messages import Payload
 from ray_weightsync.transports.native.backends import traits
+from ray_weightsync.transports.native.plain import to_plain
 
 if TYPE_CHECKING:
     from ray_weightsync.engines.facts import EngineFacts
@@ -95,6 +96,7 @@ class Relay(Live[NativeMembers]):
         self.backend = self.stock_backend = native.backend
         self.name = self.seen_once = f"native:{native.backend}"
         self.attested, self.grouped = of.attested, of.grouped
+        self._one_mesh = of.one_mesh
         self.limits_s = {
             INIT: timeouts.connect_s,
             START: timeouts.start_s,
@@ -135,6 +137,10 @@ class Relay(Live[NativeMembers]):
     def _invite(
         self, group: Group, replicas: Sequence[Replica], common: Mapping[str, Any]
     ) -> tuple[NativeMembers, dict[str, dict[str, Any]]]:
+        deployments = {member.rank_offset for member in group.members}
+        if self._one_mesh and len(deployments) > 1:
+            words = f"{self.name} reaches one engine, or one data-parallel deployment, and here are {len(deployments)} ({group.table()})"
+            raise StepFailed("preflight", CallFailure(message=f"{words}: choose another transport", kind="raised", elapsed_s=0.0), 0.0)
         self._group, self._common = group, common
         self._members = {replica.id for replica in replicas}
         self._stock = any(replica.engine.facts.is_stock for replica in replicas)
@@ -225,7 +231,7 @@ class Relay(Live[NativeMembers]):
         info = {"backend": self.backend, "round": self._common["round"], "epoch": self._common["epoch"], "limit_s": 0.8 * limit_s}
         if order.verb == INIT:
             return [Call(phase, limit_s, INIT, ({**info, "op": "native", "init_info": payload},))]
-        return [Call(phase, limit_s, UPDATE, ({**self._common, **info, "update_info": payload},))]
+        return [Call(phase, limit_s, UPDATE, ({**self._common, **info, "update_info": to_plain(payload)},))]
 
     # --- the sender's side --------------------------------------------------------------------------------------------------
 
@@ -284,11 +290,15 @@ class Relay(Live[NativeMembers]):
 
 
 def own_init_info(init_info: Payload, group: Group, replica: str) -> Payload:
-    """What a replica gets of the ``init_info`` that a trainer engine sent for all: with the rank that its own workers begin at.
+    """What a replica gets of the ``init_info`` that a trainer engine sent for all: with its own place among the others.
+
+    That is the rank that its workers begin at, or which of so many engines it is.
 
     Raises:
-        ConfigError: if the ranks would not be the group's.
+        ConfigError: if the ranks would not be the group's, or engines that are to be counted differ in size.
     """
+    if isinstance(init_info, Mapping) and {"replica_rank", "num_replicas"} <= init_info.keys():
+        return {**init_info, **_counted(group, replica)}
     if not isinstance(init_info, Mapping) or "rank_offset" not in init_info:
         return init_info
     first = init_info["rank_offset"]
@@ -299,6 +309,15 @@ def own_init_info(init_info: Payload, group: Group, replica: str) -> Payload:
             f"{ranks} ({group.table()}): joining would never end"
         )
     return {**init_info, "rank_offset": first + group.member(replica).rank_offset - 1}
+
+
+def _counted(group: Group, replica: str) -> dict[str, int]:
+    """Which of the deployments ``replica`` is of: ``sharded_rdt`` numbers their workers through, as many in each."""
+    starts = sorted({member.rank_offset for member in group.members})
+    sizes = [after - start for start, after in zip(starts, [*starts[1:], group.world_size], strict=True)]
+    if len(set(sizes)) > 1:
+        raise ConfigError(f"this backend needs engines of equally many workers each ({group.table()}): make sessions of their own")
+    return {"replica_rank": starts.index(group.member(replica).rank_offset), "num_replicas": len(starts)}
 
 
 def own_update_info(update_info: Payload, group: Group, replica: str) -> Payload:

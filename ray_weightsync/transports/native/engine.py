@@ -20,7 +20,7 @@ from ray_weightsync.transports.native.patches import Patches
 from ray_weightsync.transports.native.source import RoundSource
 from ray_weightsync.worker.identity import node_ip
 
-OURS = ("rank", "world_size", "num_consumers", "master_port")
+OURS = ("rank", "world_size", "num_consumers", "num_trainer_ranks", "master_port")
 """Fields of a ``TrainerInitInfo`` that follow from who takes part."""
 
 
@@ -78,14 +78,12 @@ class VllmEngines:
         """
         place = _Place() if "master_port" in self._fields else None
         try:
-            ours: dict[str, Any] = {"rank": 0, "world_size": world_size, "num_consumers": world_size - 1}
+            ours: dict[str, Any] = {"rank": 0, "world_size": world_size, "num_consumers": world_size - 1, "num_trainer_ranks": 1}
             if place is not None:
                 ours |= {"master_address": place.address, "master_port": place.port}
             values = {name: value for name, value in ours.items() if name in self._fields} | self._native.options
-            needs_source = self._traits.needs_source
-            engine = self._factory.trainer_init(
-                self._init_info_cls(**values), client=client, source=as_vllms(source) if needs_source else None
-            )
+            given = None if not self._traits.needs_source else in_one_mesh(source) if self._traits.one_mesh else as_vllms(source)
+            engine = self._factory.trainer_init(self._init_info_cls(**values), client=client, source=given)
         except BaseException:
             if place is not None:
                 place.close()
@@ -168,3 +166,21 @@ def as_vllms(source: RoundSource) -> Any:
             return told() if callable(told) else None
 
     return VllmRoundSource()
+
+
+def in_one_mesh(source: RoundSource) -> Any:
+    """``source`` as vLLM's ``nccl_m2n`` takes it: of one trainer rank, which holds every tensor whole."""
+    from vllm.distributed.weight_transfer.m2n_common import REPLICATED, M2NMesh, M2NParamMeta
+    from vllm.distributed.weight_transfer.m2n_source import M2NWeightSource
+
+    class WholeSource(M2NWeightSource):  # type: ignore[misc]  # vLLM is not there where types are checked
+        def mesh(self) -> Any:
+            return M2NMesh((1, 1), 0)
+
+        def metadata(self) -> list[Any]:
+            return [M2NParamMeta(each.name, each.dtype, tuple(each.shape), REPLICATED) for each in source.metadata()]
+
+        def __iter__(self) -> Any:
+            return on_device(source, current_gpu())
+
+    return WholeSource()

@@ -22,6 +22,7 @@ import torch
 from ray_weightsync.transports.native.arrivals import Arrivals
 from ray_weightsync.transports.native.backends import BackendTraits
 from ray_weightsync.transports.native.factory import WorkerBackend
+from ray_weightsync.transports.native.plain import from_plain
 from ray_weightsync.weights.plan import Plan
 from ray_weightsync.worker import payload
 from ray_weightsync.worker.receiver import Received
@@ -156,7 +157,7 @@ class Guard:
             if rank >= len(given):
                 raise ValueError(f"'update_info' has {len(given)} entries, none of them for rank {rank} of this replica")
             given = given[rank]
-        return dict(payload.mapping({"update_info": given}, "update_info"))
+        return dict(from_plain(payload.mapping({"update_info": given}, "update_info")))
 
     def _receive(self, update_info: dict[str, Any]) -> None:
         if self._into.device.type == "cpu":  # vLLM's update_weights is this, and a wait for an accelerator
