@@ -23,7 +23,7 @@ from ray_weightsync.errors import CallFailure, ConfigError, RoundAborted
 from ray_weightsync.fleet.live import Live
 from ray_weightsync.fleet.replica import Left
 from ray_weightsync.fleet.steps import Call, StepFailed
-from ray_weightsync.fleet.topology import Group
+from ray_weightsync.fleet.topology import Group, Member
 from ray_weightsync.protocol.channel import FINISH, INIT, SHUTDOWN, START, UPDATE
 from ray_weightsync.protocol.messages import Payload
 from ray_weightsync.transports.native.backends import traits
@@ -290,16 +290,18 @@ class Relay(Live[NativeMembers]):
 
 
 def own_init_info(init_info: Payload, group: Group, replica: str) -> Payload:
-    """What a replica gets of the ``init_info`` that a trainer engine sent for all: with its own place among the others.
+    """What a replica gets of the ``init_info`` that a trainer engine sent for all: with its own workers' place among all.
 
-    That is the rank that its workers begin at, or which of so many engines it is.
+    That is the rank that they begin at, or (``sharded_rdt``) the number of its deployment, from which they find their own.
 
     Raises:
         ConfigError: if the ranks would not be the group's, or engines that are to be counted differ in size.
     """
-    if isinstance(init_info, Mapping) and {"replica_rank", "num_replicas"} <= init_info.keys():
-        return {**init_info, **_counted(group, replica)}
-    if not isinstance(init_info, Mapping) or "rank_offset" not in init_info:
+    if not isinstance(init_info, Mapping):
+        return init_info
+    if {"replica_rank", "num_replicas"} <= init_info.keys():
+        return _numbered(init_info, group, replica)
+    if "rank_offset" not in init_info:
         return init_info
     first = init_info["rank_offset"]
     ranks = first + group.world_size - 1
@@ -311,13 +313,18 @@ def own_init_info(init_info: Payload, group: Group, replica: str) -> Payload:
     return {**init_info, "rank_offset": first + group.member(replica).rank_offset - 1}
 
 
-def _counted(group: Group, replica: str) -> dict[str, int]:
-    """Which of the deployments ``replica`` is of: ``sharded_rdt`` numbers their workers through, as many in each."""
-    starts = sorted({member.rank_offset for member in group.members})
-    sizes = [after - start for start, after in zip(starts, [*starts[1:], group.world_size], strict=True)]
-    if len(set(sizes)) > 1:
-        raise ConfigError(f"this backend needs engines of equally many workers each ({group.table()}): make sessions of their own")
-    return {"replica_rank": starts.index(group.member(replica).rank_offset), "num_replicas": len(starts)}
+def _numbered(init_info: Mapping[str, Any], group: Group, replica: str) -> dict[str, Any]:
+    # The engines of one deployment share an offset, and count their workers through.
+    deployments: dict[int, list[Member]] = {}
+    for member in group.members:
+        deployments.setdefault(member.rank_offset, []).append(member)
+    sizes = {"+".join(each.id for each in parts): sum(len(each.ranks) for each in parts) for parts in deployments.values()}
+    if len(set(sizes.values())) > 1:
+        raise ConfigError(
+            f"this backend takes replicas of as many workers each, and they have {sizes}: workers would take each other's parts",
+            hint="attach them in a session for each size, or choose another transport",
+        )
+    return {**init_info, "replica_rank": list(deployments).index(group.member(replica).rank_offset), "num_replicas": len(sizes)}
 
 
 def own_update_info(update_info: Payload, group: Group, replica: str) -> Payload:

@@ -217,7 +217,7 @@ def vllm_engine_maker(native: Native) -> EngineMaker:
         ConfigError: as of `VllmEngines`.
     """
     engines = VllmEngines(native)
-    return lambda client, source, members: engines.make(client, source, world_size=members.group.world_size)
+    return lambda client, source, members: engines.make(client, source, workers=[len(each.ranks) for each in members.group.members])
 
 
 def settle(over: Future[Packed], result: Packed | BaseException) -> None:

@@ -15,6 +15,7 @@ class BackendTraits:
         grouped: All workers and the trainer are in one group: whoever is lost takes all others with it.
         one_mesh: Its workers are one mesh of ranks: those of one engine, or of one data-parallel deployment.
         needs_source: The trainer's engine reads the weights from a source. Otherwise they are handed to its ``send_weights``.
+        layouts: That source says how the trainer's ranks hold each tensor (vLLM's ``M2NWeightSource``).
     """
 
     name: str
@@ -22,6 +23,7 @@ class BackendTraits:
     grouped: bool = True
     one_mesh: bool = False
     needs_source: bool = True
+    layouts: bool = False
 
 
 _KNOWN = {
@@ -31,7 +33,7 @@ _KNOWN = {
         BackendTraits(name="nccl", attested=True),
         BackendTraits(name="sparse_nccl", needs_source=False),
         BackendTraits(name="sharded_rdt", grouped=False),
-        BackendTraits(name="nccl_m2n", one_mesh=True),
+        BackendTraits(name="nccl_m2n", one_mesh=True, layouts=True),
     )
 }
 

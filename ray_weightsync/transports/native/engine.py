@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
+import ray
 import torch
 
 from ray_weightsync.config import Native
@@ -20,7 +21,7 @@ from ray_weightsync.transports.native.patches import Patches
 from ray_weightsync.transports.native.source import RoundSource
 from ray_weightsync.worker.identity import node_ip
 
-OURS = ("rank", "world_size", "num_consumers", "num_trainer_ranks", "master_port")
+OURS = ("rank", "num_trainer_ranks", "world_size", "num_consumers", "master_port")
 """Fields of a ``TrainerInitInfo`` that follow from who takes part."""
 
 
@@ -70,19 +71,21 @@ class VllmEngines:
             mine = ", ".join(sorted(self._fields - set(OURS))) or "none"
             raise ConfigError(f"Native({native.backend!r}).options cannot have {', '.join(wrong)}; options of this backend: {mine}")
 
-    def make(self, client: VLLMWeightSyncClient, source: RoundSource, *, world_size: int) -> TrainerEngine:
-        """An engine for a group of ``world_size`` ranks, the sender's included. Blocks until all of them have joined.
+    def make(self, client: VLLMWeightSyncClient, source: RoundSource, *, workers: Sequence[int]) -> TrainerEngine:
+        """An engine for replicas of so many workers each. Blocks until all of them have joined.
 
         Raises:
             Exception: whatever vLLM raises; nothing is left open then.
         """
         place = _Place() if "master_port" in self._fields else None
         try:
-            ours: dict[str, Any] = {"rank": 0, "world_size": world_size, "num_consumers": world_size - 1, "num_trainer_ranks": 1}
+            ours = of_fleet(workers)
+            if "trainer_actor_namespace" in self._fields:  # where vLLM's workers look for the actors that it starts here
+                ours["trainer_actor_namespace"] = ray.get_runtime_context().namespace
             if place is not None:
                 ours |= {"master_address": place.address, "master_port": place.port}
             values = {name: value for name, value in ours.items() if name in self._fields} | self._native.options
-            given = None if not self._traits.needs_source else in_one_mesh(source) if self._traits.one_mesh else as_vllms(source)
+            given = as_vllms(source, layouts=self._traits.layouts) if self._traits.needs_source else None
             engine = self._factory.trainer_init(self._init_info_cls(**values), client=client, source=given)
         except BaseException:
             if place is not None:
@@ -150,8 +153,28 @@ def on_device(pairs: Iterable[tuple[str, torch.Tensor]], device: torch.device | 
         yield name, tensor if device is None else tensor.to(device)
 
 
-def as_vllms(source: RoundSource) -> Any:
-    """``source`` as one of vLLM's own ``WeightSource``, whose engines may ask for the defaults of that class."""
+def of_fleet(workers: Sequence[int]) -> dict[str, Any]:
+    """What vLLM's ``TrainerInitInfo`` classes say of the group: this one trainer, and replicas of so many workers each. Pure."""
+    total, sizes = sum(workers), set(workers)
+    equal = workers[0] if len(sizes) == 1 else None
+    return {
+        "rank": 0,
+        "num_trainer_ranks": 1,
+        "world_size": 1 + total,
+        "num_consumers": total,
+        # Workers at the same place in replicas of equal size have the same shards.
+        "workers_per_replica": equal or 0,
+        "dst_mesh_dims": (total, 1) if equal is None else (len(workers), equal),
+    }
+
+
+def as_vllms(source: RoundSource, *, layouts: bool = False) -> Any:
+    """``source`` as one of vLLM's own ``WeightSource``, whose engines may ask for the defaults of that class.
+
+    Args:
+        source: What is sent.
+        layouts: It has to say how the trainer holds each tensor: this one trainer holds all of it.
+    """
     from vllm.distributed.weight_transfer import base
 
     class VllmRoundSource(base.WeightSource):  # type: ignore[misc]  # vLLM is not there where types are checked
@@ -165,22 +188,16 @@ def as_vllms(source: RoundSource) -> Any:
             told = getattr(source.given, "held_names", None)
             return told() if callable(told) else None
 
-    return VllmRoundSource()
+    if not layouts:
+        return VllmRoundSource()
 
+    from vllm.distributed.weight_transfer import m2n_common, m2n_source
 
-def in_one_mesh(source: RoundSource) -> Any:
-    """``source`` as vLLM's ``nccl_m2n`` takes it: of one trainer rank, which holds every tensor whole."""
-    from vllm.distributed.weight_transfer.m2n_common import REPLICATED, M2NMesh, M2NParamMeta
-    from vllm.distributed.weight_transfer.m2n_source import M2NWeightSource
-
-    class WholeSource(M2NWeightSource):  # type: ignore[misc]  # vLLM is not there where types are checked
+    class VllmLaidOutSource(VllmRoundSource, m2n_source.M2NWeightSource):  # type: ignore[misc]
         def mesh(self) -> Any:
-            return M2NMesh((1, 1), 0)
+            return m2n_common.M2NMesh((1, 1), 0)
 
         def metadata(self) -> list[Any]:
-            return [M2NParamMeta(each.name, each.dtype, tuple(each.shape), REPLICATED) for each in source.metadata()]
+            return [m2n_common.M2NParamMeta(each.name, each.dtype, each.shape, m2n_common.REPLICATED) for each in source.metadata()]
 
-        def __iter__(self) -> Any:
-            return on_device(source, current_gpu())
-
-    return WholeSource()
+    return VllmLaidOutSource()

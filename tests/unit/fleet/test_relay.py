@@ -172,19 +172,24 @@ class TestShares:
         assert own_update_info({"names": []}, self.GROUP, "r1") == {"names": []}
         assert own_init_info({"packed": True}, self.GROUP, "r1") == {"packed": True}
 
+    def test_replicas_are_numbered_where_workers_find_their_place_by_that(self) -> None:
+        of_all = {"num_consumers": 4, "replica_rank": 0, "num_replicas": 1}
+        pair = group_of([Shape(id=name, world_size=2) for name in ("r0", "r1")])
+        own = [own_init_info(of_all, pair, name) for name in ("r0", "r1")]
+        assert own == [{**of_all, "num_replicas": 2}, {**of_all, "replica_rank": 1, "num_replicas": 2}]
+        unequal = group_of([Shape(id="r0", world_size=2), Shape(id="r1", world_size=1)])
+        with pytest.raises(ConfigError, match=r"as many workers each, and they have \{'r0': 2, 'r1': 1\}"):
+            own_init_info(of_all, unequal, "r0")
+
     def test_ranks_begin_after_as_many_trainers_as_the_engine_says(self) -> None:
         of_three = {"rank_offset": 3, "world_size": 8, "num_trainer_ranks": 3}
         assert [own_init_info(of_three, self.GROUP, name)["rank_offset"] for name in ("r0", "d0", "d1", "r1")] == [3, 5, 5, 7]  # type: ignore[call-overload]
 
-    def test_engines_that_a_backend_counts_are_told_which_they_are(self) -> None:
+    def test_the_engines_of_one_deployment_have_one_number(self) -> None:
         counted = {"replica_rank": 0, "num_replicas": 1, "num_consumers": 4}
         group = group_of([Shape(id="r0", world_size=2), *self.DEPLOYMENT])
         told = [own_init_info(counted, group, name) for name in ("r0", "d0", "d1")]
         assert told == [{"replica_rank": rank, "num_replicas": 2, "num_consumers": 4} for rank in (0, 1, 1)]
-
-    def test_engines_of_different_sizes_cannot_be_counted(self) -> None:
-        with pytest.raises(ConfigError, match="equally many workers"):
-            own_init_info({"replica_rank": 0, "num_replicas": 1}, self.GROUP, "r0")
 
 
 class TestKept:

@@ -12,7 +12,7 @@ import torch
 
 import ray_weightsync as rws
 from ray_weightsync.errors import ConfigError
-from ray_weightsync.transports.native.engine import _Place
+from ray_weightsync.transports.native.engine import _Place, of_fleet
 from ray_weightsync.transports.native.patches import Patches
 from ray_weightsync.transports.native.source import RoundSource
 from ray_weightsync.weights.plan import Plan
@@ -63,6 +63,19 @@ class TestRoundSource:
             read.extend(name for name, _ in source)
         with pytest.raises(ConfigError, match="had not read all weights"):
             source.packed()
+
+
+@pytest.mark.parametrize(
+    ("workers", "world_size", "workers_per_replica", "mesh"),
+    [([1], 2, 1, (1, 1)), ([2, 2, 2], 7, 2, (3, 2)), ([1, 2], 4, 0, (3, 1))],
+)
+def test_a_trainer_engine_is_told_of_all_workers_and_of_their_shards_only_where_replicas_are_alike(
+    workers: list[int], world_size: int, workers_per_replica: int, mesh: tuple[int, int]
+) -> None:
+    told = of_fleet(workers)
+    assert (told["rank"], told["num_trainer_ranks"]) == (0, 1)
+    assert (told["world_size"], told["num_consumers"]) == (world_size, world_size - 1)
+    assert (told["workers_per_replica"], told["dst_mesh_dims"]) == (workers_per_replica, mesh)
 
 
 class TestPlace:
