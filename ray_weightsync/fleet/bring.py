@@ -20,6 +20,7 @@ from typing import Any
 
 from ray_weightsync.errors import CallFailure
 from ray_weightsync.fleet.fence import fence
+from ray_weightsync.fleet.publication import drops_caches, publication, require_dropped, resumption
 from ray_weightsync.fleet.putback import put_back
 from ray_weightsync.fleet.relay import Ended, Relay
 from ray_weightsync.fleet.replica import Left, Replica
@@ -33,13 +34,8 @@ from ray_weightsync.protocol.channel import (
     INIT,
     IS_PAUSED,
     PAUSE,
-    RESET_ENCODER_CACHE,
-    RESET_MM_CACHE,
-    RESET_PREFIX_CACHE,
-    RESUME,
     SET_VERSION,
     START,
-    UNFINISHED,
     UPDATE,
 )
 from ray_weightsync.protocol.fanout import fan_out
@@ -204,8 +200,10 @@ class Bring:
         else:
             calls.append(await self._outcome())
             # With nobody to wait for, and no answer to judge in between, the rest is of the same trip: what raises ends it.
-            goes_on = len(self.replicas) == 1 and not self._drops_caches(member)
-            await self._chain(member, "update", [*calls, *self._publication(member), *self._resumption(member)] if goes_on else calls)
+            goes_on = len(self.replicas) == 1 and not drops_caches(self.spec, member.replica)
+            await self._chain(
+                member, "update", [*calls, *publication(self.spec, member.replica), *resumption(self.spec, member)] if goes_on else calls
+            )
             member.published = member.resumed = goes_on
 
     async def _outcome(self) -> Call:
@@ -242,8 +240,8 @@ class Bring:
         """
         if member.replica.engine.channel.supports(SET_VERSION):
             calls.insert(0, Call("mark", self.spec.timeouts.commit_s, SET_VERSION, (self.spec.tombstone,)))
-        calls = self._after_requests([*calls, *self._publication(member)])
-        self._require_dropped(member, await self._chain(member, "update", calls))
+        calls = self._after_requests([*calls, *publication(self.spec, member.replica)])
+        require_dropped(self.spec, member, await self._chain(member, "update", calls))
         member.published = True
 
     # --- commit and after ---------------------------------------------------------------------------------------------------
@@ -256,51 +254,18 @@ class Bring:
         """
         replica, calls = member.replica, []
         if not member.published:
-            calls = self._publication(member)
-            if self._drops_caches(member):
+            calls = publication(self.spec, member.replica)
+            if drops_caches(self.spec, member.replica):
                 # Not in one chain with the resume: a reset may answer False, and then nothing may run.
-                self._require_dropped(member, await self._chain(member, "commit", calls))
+                require_dropped(self.spec, member, await self._chain(member, "commit", calls))
                 calls = []
         if not member.resumed:
-            calls.extend(self._resumption(member))
+            calls.extend(resumption(self.spec, member))
         await self._chain(member, calls[0].phase if calls else "commit", calls)
         member.resumed_at = time.monotonic()
         replica.happen(ReplicaEvent.COMMIT)
         replica.version, replica.brought, replica.fenced_by_us = self.spec.label, True, False
         replica.attested = self.spec.attested and not replica.engine.facts.is_stock
-
-    def _resumption(self, member: Member) -> list[Call]:
-        """The end of the pause, if it is ours to end."""
-        if not member.resume_is_ours or not member.replica.engine.channel.supports(RESUME):
-            return []
-        return [Call("resume", self.spec.timeouts.resume_s, RESUME)]
-
-    def _publication(self, member: Member) -> list[Call]:
-        """The label, and the end of what was computed with the old weights."""
-        limit_s, engine = self.spec.timeouts.commit_s, member.replica.engine
-        calls = [Call("commit", limit_s, SET_VERSION, (self.spec.label,))] if engine.channel.supports(SET_VERSION) else []
-        if self._drops_caches(member):
-            if engine.facts.is_multimodal:
-                resets = [verb for verb in (RESET_MM_CACHE, RESET_ENCODER_CACHE) if engine.channel.supports(verb)]
-                calls.extend(Call("cache", limit_s, verb) for verb in resets)
-            if engine.channel.supports(UNFINISHED):
-                calls.append(Call("count", limit_s, UNFINISHED))
-            options = {"reset_running_requests": True, "reset_connector": bool(engine.facts.kv_connector)}
-            calls.append(Call("cache", limit_s, RESET_PREFIX_CACHE, kwargs=options))
-        return calls
-
-    def _drops_caches(self, member: Member) -> bool:
-        """A `TorchEngine` keeps nothing between two requests."""
-        engine = member.replica.engine
-        return self.spec.cache == "recompute" and engine.facts.kind != "torch" and engine.channel.supports(RESET_PREFIX_CACHE)
-
-    def _require_dropped(self, member: Member, answers: dict[str, Any]) -> None:
-        if not self._drops_caches(member):
-            return
-        member.recomputed = answers.get(UNFINISHED)
-        if answers[RESET_PREFIX_CACHE] is not True:
-            message = f"{RESET_PREFIX_CACHE} answered {answers[RESET_PREFIX_CACHE]!r}: KV computed with the old weights might be used again"
-            raise StepFailed("cache", CallFailure(message=message, kind="raised", elapsed_s=0.0), self.spec.timeouts.commit_s)
 
     # --- plumbing -----------------------------------------------------------------------------------------------------------
 

@@ -23,9 +23,8 @@ from typing import Any
 import ray
 import torch
 
-from ray_weightsync.config import Auto, Collective, Host, Native, Timeouts, Transport, version_label
+from ray_weightsync.config import Auto, Collective, Host, Native, Transport, version_label
 from ray_weightsync.errors import ConfigError, RoundAborted, WeightSyncError
-from ray_weightsync.fleet.actor import revive
 from ray_weightsync.fleet.choosing import not_from_gpu
 from ray_weightsync.fleet.cluster import Process
 from ray_weightsync.fleet.link import CoordinatorLink, CoordinatorLost
@@ -250,10 +249,10 @@ class SnapshotSender:
 
     def _plan(self, source: WeightSource) -> Plan:
         """The plan of what the source declares; the last one again if nothing changed (37,000 tensors take a while to lay out)."""
-        metadata = source.metadata()
-        key = tuple((each.name, each.dtype, tuple(each.shape)) for each in metadata)
+        metadata, of_some = source.metadata(), isinstance(source, Patches)
+        key = (of_some, *((each.name, each.dtype, tuple(each.shape)) for each in metadata))
         if key not in self._plans:
-            self._plans = {key: Plan.from_metadata(metadata, partial=isinstance(source, Patches))}
+            self._plans = {key: Plan.from_metadata(metadata, partial=of_some)}
         return self._plans[key]
 
     def _pack(self, source: WeightSource, plan: Plan, ticket: Ticket, began: float, pending: Any, live: LiveSending | None) -> Sealed:
@@ -304,62 +303,3 @@ class SnapshotSender:
         report = dataclasses.replace(report, trainer_blocked_s=blocked_s)
         logger.info("%s", report.line())
         return report
-
-
-class WeightSender:
-    """A trainer that is a rank of its own: it joins a running session by name and sends from its own process.
-
-    Args:
-        name: The session's name.
-        source: A module, a state dict or a `WeightSource`.
-        rank: This trainer's rank; rank 0 sends.
-        world_size: Number of trainer ranks.
-        process_group: The ranks' CPU process group, when there are several.
-
-    Raises:
-        ConfigError: for a rank outside ``0 .. world_size - 1``, or more than one rank (not available in this version).
-        AttachError: if no session of that name is running.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        source: SourceLike,
-        *,
-        rank: int = 0,
-        world_size: int = 1,
-        process_group: object | None = None,
-    ) -> None:
-        if isinstance(rank, bool) or not isinstance(rank, int) or isinstance(world_size, bool) or not isinstance(world_size, int):
-            raise ConfigError(f"rank and world_size must be ints, not {rank!r} and {world_size!r}")
-        if not 0 <= rank < world_size:
-            raise ConfigError(f"rank must be in 0 .. world_size - 1 = {world_size - 1}, not {rank}")
-        if world_size != 1 or process_group is not None:
-            raise ConfigError("a WeightSender of more than one rank is not available in this version: gather on rank 0 and send from there")
-        self._source = as_source(source)
-        coordinator = revive(name)
-        settings: Settings = CoordinatorLink(name, coordinator, timeouts=Timeouts()).ask("settings", limit_s=Timeouts().connect_s)
-        link = CoordinatorLink(name, coordinator, timeouts=settings.timeouts)
-        self._sender = SnapshotSender(name, link, settings=settings)
-
-    def send_weights(self, *, version: int | str, busy: Busy = "wait") -> SyncReport:
-        """Bring every serving replica to ``version``. Errors as of `WeightSync.send_weights`."""
-        return self._sender.send(self._source, version=version, busy=busy)
-
-    def stage_weights(self, *, version: int | str, busy: Busy = "wait") -> StagedWeights:
-        """Seal a snapshot of the weights as they are now; the trainer may then go on."""
-        return self._sender.stage(self._source, version=version, busy=busy)
-
-    def commit_weights(self, staged: StagedWeights) -> SyncReport:
-        """Bring every serving replica to staged weights."""
-        return self._sender.commit(staged)
-
-    def close(self) -> None:
-        """Let go of shared memory. The session goes on. Idempotent."""
-        self._sender.close()
-
-    def __enter__(self) -> WeightSender:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import ray
@@ -12,18 +13,27 @@ import ray_weightsync as rws
 from ray_weightsync.report import FleetStatus, SyncReport
 from ray_weightsync.weights.sources import StateDictSource
 from tests.vllm import support
+from tests.vllm.stock_trainer import kill_engine
 
 EXTENSION = "tests.vllm.stock_faults.FailingExtension"
 
 
-class Broken(StateDictSource):
-    """Fails in the middle."""
+class Midway(StateDictSource):
+    """Does something in the middle."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor], act: Callable[[], None]) -> None:
+        super().__init__(tensors)
+        self._act = act
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for number, pair in enumerate(super().__iter__()):
             if number == 7:
-                raise ZeroDivisionError("the optimizer is broken")
+                self._act()
             yield pair
+
+
+def broken() -> None:
+    raise ZeroDivisionError("the optimizer is broken")
 
 
 class Owner:
@@ -33,9 +43,9 @@ class Owner:
         self._device = device
         self._session: rws.WeightSync | None = None
 
-    def attach(self, handles: Sequence[Any], transport: Any) -> None:
+    def attach(self, handles: Sequence[Any], transport: Any, update_s: float = 120) -> None:
         refs = [rws.EngineRef(handle, attr="llm") for handle in handles]
-        timeouts = rws.Timeouts(health_interval_s=3600)
+        timeouts = rws.Timeouts(health_interval_s=3600, update_s=update_s)
         self._session = rws.WeightSync.attach(refs, transport=transport, timeouts=timeouts)
 
     @property
@@ -52,7 +62,11 @@ class Owner:
 
     def send_and_fail(self, checkpoint: str, version: str) -> SyncReport:
         """Send the first tensors of a checkpoint, and fail."""
-        return self.session.send_weights(Broken(self._placed(checkpoint)), version=version)
+        return self.session.send_weights(Midway(self._placed(checkpoint), broken), version=version)
+
+    def send_and_kill(self, checkpoint: str, version: str, victim: Any) -> SyncReport:
+        """Send a checkpoint, and kill an engine in the middle."""
+        return self.session.send_weights(Midway(self._placed(checkpoint), partial(kill_engine, victim)), version=version)
 
     def send_patches(self, before: str, after: str, version: str) -> SyncReport:
         """Send of every tensor what is another value in the checkpoint ``after`` than in ``before``."""

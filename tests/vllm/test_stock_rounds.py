@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +13,12 @@ import ray
 import ray_weightsync as rws
 from tests.vllm import stock_session, support
 from tests.vllm.conftest import Checkpoints
+from tests.vllm.stock_trainer import kill_engine
 from tests.vllm.stream import Stream
 
 Tokens = dict[int, list[list[int]]]
+
+UPDATE_S = 10.0
 
 COLLECTIVE = rws.Collective(bucket_bytes=1 << 19, interface="lo")
 VLLMS_OWN = rws.Native("nccl", options={"packed_buffer_size_bytes": 1 << 19})
@@ -51,7 +55,8 @@ def stock(checkpoints: Checkpoints, fresh_b: Tokens) -> Iterator[Stock]:
     fresh_a = {engine.world_size: engine.tokens() for engine in (one, two)}
     yield Stock(one, two, trainer, checkpoints, {"a": fresh_a, "b": fresh_b})
     for engine in (one, two):
-        support.stop_engine(engine.handle)
+        with contextlib.suppress(ray.exceptions.RayActorError):  # the last test kills one
+            support.stop_engine(engine.handle)
     ray.kill(trainer)
 
 
@@ -124,3 +129,18 @@ def test_two_workers_that_failed_to_load_are_not_used_again_and_are_said_to_be_r
     with pytest.raises(rws.FleetTorn, match=r"it has 2 workers .* only a new engine in its place helps"):
         session.send("b", "b")
     assert session.told("status").serving == ()
+
+
+def test_an_engine_that_is_killed_midway_leaves_the_others_stuck_and_an_error_at_the_deadline_says_to_kill_them(stock: Stock) -> None:
+    victim = stock_session.start_engine(stock.checkpoints.a, 1)
+    support.started(victim.handle)
+    stock.told("attach", [victim.handle, stock.one.handle], COLLECTIVE, UPDATE_S)
+    stock.send("a", "before")
+    with pytest.raises(rws.FleetTorn, match="nothing ends a wait in a group of vLLM's own nccl; kill the engine") as caught:
+        stock.told("send_and_kill", stock.checkpoints.b, "torn", victim.handle)
+    assert caught.value.replicas == ("r0", "r1")
+    kill_engine(stock.one.handle)
+    with pytest.raises(rws.FleetTorn, match="No replica serves"):
+        stock.send("b", "after")
+    assert stock.told("status").serving == ()
+    stock.told("close")
