@@ -23,10 +23,11 @@ from ray_weightsync.errors import CallFailure, ConfigError, RoundAborted
 from ray_weightsync.fleet.live import Live
 from ray_weightsync.fleet.replica import Left
 from ray_weightsync.fleet.steps import Call, StepFailed
-from ray_weightsync.fleet.topology import Group
+from ray_weightsync.fleet.topology import Group, Member
 from ray_weightsync.protocol.channel import FINISH, INIT, SHUTDOWN, START, UPDATE
 from ray_weightsync.protocol.messages import Payload
 from ray_weightsync.transports.native.backends import traits
+from ray_weightsync.transports.native.plain import to_plain
 
 if TYPE_CHECKING:
     from ray_weightsync.engines.facts import EngineFacts
@@ -95,6 +96,7 @@ class Relay(Live[NativeMembers]):
         self.backend = self.stock_backend = native.backend
         self.name = self.seen_once = f"native:{native.backend}"
         self.attested, self.grouped = of.attested, of.grouped
+        self._one_mesh = of.one_mesh
         self.limits_s = {
             INIT: timeouts.connect_s,
             START: timeouts.start_s,
@@ -135,6 +137,10 @@ class Relay(Live[NativeMembers]):
     def _invite(
         self, group: Group, replicas: Sequence[Replica], common: Mapping[str, Any]
     ) -> tuple[NativeMembers, dict[str, dict[str, Any]]]:
+        deployments = {member.rank_offset for member in group.members}
+        if self._one_mesh and len(deployments) > 1:
+            words = f"{self.name} reaches one engine, or one data-parallel deployment, and here are {len(deployments)} ({group.table()})"
+            raise StepFailed("preflight", CallFailure(message=f"{words}: choose another transport", kind="raised", elapsed_s=0.0), 0.0)
         self._group, self._common = group, common
         self._members = {replica.id for replica in replicas}
         self._stock = any(replica.engine.facts.is_stock for replica in replicas)
@@ -227,7 +233,7 @@ class Relay(Live[NativeMembers]):
         info = {"backend": self.backend, "round": self._common["round"], "epoch": self._common["epoch"], "limit_s": 0.8 * limit_s}
         if order.verb == INIT:
             return [Call(phase, limit_s, INIT, ({**info, "op": "native", "init_info": payload},))]
-        return [Call(phase, limit_s, UPDATE, ({**self._common, **info, "update_info": payload},))]
+        return [Call(phase, limit_s, UPDATE, ({**self._common, **info, "update_info": to_plain(payload)},))]
 
     # --- the sender's side --------------------------------------------------------------------------------------------------
 
@@ -288,10 +294,10 @@ class Relay(Live[NativeMembers]):
 def own_init_info(init_info: Payload, group: Group, replica: str) -> Payload:
     """What a replica gets of the ``init_info`` that a trainer engine sent for all: with its own workers' place among all.
 
-    That is the rank that they begin at, or (``sharded_rdt``) the replica's number, from which they find their own.
+    That is the rank that they begin at, or (``sharded_rdt``) the number of its deployment, from which they find their own.
 
     Raises:
-        ConfigError: if the ranks would not be the group's.
+        ConfigError: if the ranks would not be the group's, or engines that are to be counted differ in size.
     """
     if not isinstance(init_info, Mapping):
         return init_info
@@ -310,13 +316,17 @@ def own_init_info(init_info: Payload, group: Group, replica: str) -> Payload:
 
 
 def _numbered(init_info: Mapping[str, Any], group: Group, replica: str) -> dict[str, Any]:
-    sizes = {member.id: len(member.ranks) for member in group.members}
+    # The engines of one deployment share an offset, and count their workers through.
+    deployments: dict[int, list[Member]] = {}
+    for member in group.members:
+        deployments.setdefault(member.rank_offset, []).append(member)
+    sizes = {"+".join(each.id for each in parts): sum(len(each.ranks) for each in parts) for parts in deployments.values()}
     if len(set(sizes.values())) > 1:
         raise ConfigError(
             f"this backend takes replicas of as many workers each, and they have {sizes}: workers would take each other's parts",
             hint="attach them in a session for each size, or choose another transport",
         )
-    return {**init_info, "replica_rank": list(sizes).index(replica), "num_replicas": len(sizes)}
+    return {**init_info, "replica_rank": list(deployments).index(group.member(replica).rank_offset), "num_replicas": len(sizes)}
 
 
 def own_update_info(update_info: Payload, group: Group, replica: str) -> Payload:

@@ -6,6 +6,7 @@ A worker extension. The backends do with the model what vLLM's do; only that the
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,11 +30,20 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is not typ
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Of the file at ``path``, these names. On ranks of ``raise_after`` receiving fails when so many of them have been loaded."""
+    """Of the file at ``path``, these names. On ranks of ``raise_after`` receiving fails when so many of them have been loaded.
+
+    ``handles`` are what handles of GPU memory are made of.
+    """
 
     path: str
     names: list[str]
     raise_after: dict[str, int] = field(default_factory=dict)
+    handles: list[list[Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for tensor, storage, dtype, handle in self.handles:
+            assert (tensor, storage, handle) == (torch.Tensor, torch.storage.TypedStorage, b"handle")
+            assert isinstance(dtype, torch.dtype)
 
 
 class FromFile(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
@@ -129,7 +139,63 @@ class InPlace(FromFile):
         self.calls.append("finish")
 
 
-WeightTransferEngineFactory._registry |= {"ipc": lambda: FromFile, "sharded_rdt": lambda: Deferring, "sparse_nccl": lambda: InPlace}
+@dataclass
+class PlannedInitInfo(InitInfo):
+    """The names that will come in every session."""
+
+    names: list[str] = field(default_factory=list)
+
+
+class Resharding(FromFile):
+    """As ``nccl_m2n``: at init finds out which parameters it can write into, keeps hold of their memory, and asks ``load_weights`` for
+    the others alone. Without others there is no reload around the session.
+
+    What it writes into are norms and this rank's rows of the embedding: of vLLM's choice, rows and columns of linear layers, a CPU keeps
+    repacked copies.
+    """
+
+    init_info_cls = PlannedInitInfo
+
+    def init_transfer_engine(self, init_info: PlannedInitInfo) -> None:
+        super().init_transfer_engine(init_info)
+        parameters = dict(self.model.named_parameters())
+        written = [name for name in init_info.names if name.endswith(("norm.weight", "embed_tokens.weight"))]
+        self._live = {name: parameters[name].data for name in written}
+        self._reloads = len(written) < len(init_info.names)
+
+    def start_weight_update(self) -> None:
+        self.calls.append("start")
+        if self._reloads:
+            initialize_layerwise_reload(self.model)
+
+    def load(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
+        rest = self._without_those_written(pairs)
+        if all(name in self._live for name, _ in pairs):
+            assert not list(rest)
+        else:
+            self.model.load_weights(rest)
+
+    def _without_those_written(self, pairs: list[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in pairs:
+            live = self._live.get(name)
+            if live is None:
+                yield name, tensor
+                continue
+            own = tensor if tensor.shape == live.shape else tensor[self.parallel_config.rank * len(live) :][: len(live)]  # may be padded
+            live[: len(own)].copy_(own)
+
+    def finish_weight_update(self) -> None:
+        self.calls.append("finish")
+        if self._reloads:
+            finalize_layerwise_reload(self.model, self.model_config)
+
+
+WeightTransferEngineFactory._registry |= {
+    "ipc": lambda: FromFile,
+    "sharded_rdt": lambda: Deferring,
+    "sparse_nccl": lambda: InPlace,
+    "nccl_m2n": lambda: Resharding,
+}
 
 
 class Extension(extension.FaultyExtension):

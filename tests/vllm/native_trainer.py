@@ -109,7 +109,9 @@ def send_files_as_ipc() -> list[Any]:
         def _send(self, directory: str, batch: dict[str, torch.Tensor]) -> None:
             path = Path(directory, "weights.safetensors")
             save_file(batch, path)
-            self.client.update_weights({"path": str(path), "names": list(batch)})
+            # As handles of CUDA IPC, which an engine core would not be given as they are.
+            handles = [(torch.Tensor, torch.storage.TypedStorage, each.dtype, b"handle") for each in batch.values()]
+            self.client.update_weights({"path": str(path), "names": list(batch), "handles": handles})
 
     WeightTransferTrainerFactory._registry["ipc"] = lambda: ByFile
     return made

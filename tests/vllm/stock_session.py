@@ -1,4 +1,4 @@
-"""A session toward engines on vLLM's own ``nccl`` backend, in a trainer's process that has no GPU; and a fault for their workers."""
+"""A trainer's process that has a session, and what it takes to make one toward engines on vLLM's own ``nccl`` backend without a GPU."""
 
 from __future__ import annotations
 
@@ -36,15 +36,11 @@ def broken() -> None:
     raise ZeroDivisionError("the optimizer is broken")
 
 
-class Trainer:
-    """Owns a session and sends checkpoints."""
+class Owner:
+    """Owns a session and sends checkpoints, from ``device``."""
 
-    def __init__(self) -> None:
-        from ray_weightsync.transports.collective import stock
-        from tests.vllm import nccl_on_gloo
-
-        nccl_on_gloo.stand_in_for_the_trainer()
-        stock._current_gpu = lambda: torch.device("cpu")
+    def __init__(self, device: str = "cpu") -> None:
+        self._device = device
         self._session: rws.WeightSync | None = None
 
     def attach(self, handles: Sequence[Any], transport: Any, update_s: float = 120) -> None:
@@ -59,18 +55,31 @@ class Trainer:
 
     def send(self, checkpoint: str, version: str, reshaped: str | None = None) -> SyncReport:
         """Send a checkpoint; with one more row in the tensor ``reshaped``."""
-        pairs = support.checkpoint(checkpoint)
+        pairs = self._placed(checkpoint)
         if reshaped is not None:
             pairs[reshaped] = torch.cat([pairs[reshaped], pairs[reshaped][:1]])
         return self.session.send_weights(pairs, version=version)
 
     def send_and_fail(self, checkpoint: str, version: str) -> SyncReport:
         """Send the first tensors of a checkpoint, and fail."""
-        return self.session.send_weights(Midway(support.checkpoint(checkpoint), broken), version=version)
+        return self.session.send_weights(Midway(self._placed(checkpoint), broken), version=version)
 
     def send_and_kill(self, checkpoint: str, version: str, victim: Any) -> SyncReport:
         """Send a checkpoint, and kill an engine in the middle."""
-        return self.session.send_weights(Midway(support.checkpoint(checkpoint), partial(kill_engine, victim)), version=version)
+        return self.session.send_weights(Midway(self._placed(checkpoint), partial(kill_engine, victim)), version=version)
+
+    def send_patches(self, before: str, after: str, version: str) -> SyncReport:
+        """Send of every tensor what is another value in the checkpoint ``after`` than in ``before``."""
+        from vllm.distributed.weight_transfer.sparse_nccl_engine import SparseWeightPatch
+
+        patches, old = [], self._placed(before)
+        for name, tensor in self._placed(after).items():
+            changed = (tensor != old[name]).flatten().nonzero().flatten()
+            patches.append(SparseWeightPatch(name, changed.to(torch.int32), tensor.flatten()[changed], tuple(tensor.shape)))
+        return self.session.send_weights(patches, version=version)
+
+    def _placed(self, checkpoint: str) -> support.Pairs:
+        return {name: tensor.to(self._device) for name, tensor in support.checkpoint(checkpoint).items()}
 
     def status(self) -> FleetStatus:
         return self.session.status()
@@ -78,6 +87,18 @@ class Trainer:
     def close(self) -> None:
         if self._session is not None:
             self._session.close()
+
+
+class Trainer(Owner):
+    """With vLLM's own trainer engines over gloo."""
+
+    def __init__(self) -> None:
+        from ray_weightsync.transports.collective import stock
+        from tests.vllm import nccl_on_gloo
+
+        nccl_on_gloo.stand_in_for_the_trainer()
+        stock._current_gpu = lambda: torch.device("cpu")
+        super().__init__()
 
 
 def start_trainer() -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -152,9 +152,10 @@ class Holder:
         self.llm.shutdown()
 
 
-def start_engine(model: str, tensor_parallel_size: int, **overrides: Any) -> Any:
-    """A handle to a `Holder` that is starting."""
-    actor = ray.remote(Holder).options(num_cpus=0, runtime_env={"env_vars": engine_env(tensor_parallel_size)}, max_concurrency=100)
+def start_engine(model: str, tensor_parallel_size: int, *, env: Mapping[str, str] | None = None, **overrides: Any) -> Any:
+    """A handle to a `Holder` that is starting, with ``env`` on top of what its environment is here."""
+    env_vars = {**engine_env(tensor_parallel_size), **(env or {})}
+    actor = ray.remote(Holder).options(num_cpus=0, runtime_env={"env_vars": env_vars}, max_concurrency=100)
     return actor.remote(model, tensor_parallel_size, **overrides)
 
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
+from ray_weightsync.config import Native
 from ray_weightsync.fleet.relay import own_init_info
 from ray_weightsync.fleet.topology import Group, Shape, group_of
 from ray_weightsync.transports.native.backends import traits
-from ray_weightsync.transports.native.engine import OURS, as_vllms, of_fleet
+from ray_weightsync.transports.native.engine import OURS, VllmEngines, as_vllms, of_fleet
 from ray_weightsync.transports.native.source import RoundSource
+from ray_weightsync.weights.digest import weights_digest
 from ray_weightsync.weights.plan import Plan
 from ray_weightsync.weights.sources import StateDictSource
 
@@ -98,3 +101,41 @@ def test_a_source_is_one_of_vllms_own() -> None:
         return
     assert source.groups() == [["a", "b"]]
     assert [names for names, _ in source.iter_groups()] == [["a", "b"]]
+
+
+@pytest.mark.skipif("nccl_m2n" not in KNOWN, reason="this vLLM has no nccl_m2n")
+def test_nccl_m2n_sends_every_tensor_whole_from_one_trainer_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.distributed.weight_transfer import m2n_trainer
+
+    class Ranks:
+        rank, comm, device = 0, 1, torch.device("cpu")
+
+        def broadcast(self, placements: torch.Tensor, src: int) -> None:
+            placements.fill_(-2)  # every worker wants every tensor whole
+
+        def destroy(self) -> None:
+            pass
+
+    library, client = MagicMock(), MagicMock()
+    monkeypatch.setattr(m2n_trainer, "import_m2n", lambda: library)
+    monkeypatch.setattr(m2n_trainer, "trainer_init", lambda *args, **kwargs: Ranks())
+    monkeypatch.setattr(torch.cuda, "current_stream", MagicMock())
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *args: None)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    weights = {"w": torch.arange(8.0).reshape(4, 2), "b": torch.ones(3, dtype=torch.bfloat16)}
+    source = source_of(**weights)
+    engine = VllmEngines(Native("nccl_m2n")).make(client, source, workers=[2])
+    engine.send_weights()
+    engine.shutdown()
+    (init_info,) = client.init_weight_transfer_engine.call_args.args
+    assert (init_info["rank_offset"], init_info["world_size"], init_info["src_mesh_dims"], init_info["dst_mesh_dims"]) == (
+        1,
+        3,
+        [1, 1],
+        [1, 2],
+    )
+    assert (init_info["names"], init_info["src_placements"]) == (["w", "b"], [None, None])
+    client.update_weights.assert_called_once_with({"names": ["w", "b"]})
+    sent = [call.args[0] for call in library.reshard.call_args_list]
+    assert all(torch.equal(each, tensor) for each, tensor in zip(sent, weights.values(), strict=True))
+    assert source.packed().digest == weights_digest(weights)

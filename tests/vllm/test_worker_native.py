@@ -305,6 +305,62 @@ def test_such_a_backend_that_fails_is_waited_for_before_its_session_is_flushed(
     works_again(native, pairs_b, file_b, fresh_b, init_info={})
 
 
+def test_a_backend_that_writes_some_parameters_itself_and_loads_the_others_serves_both_also_after_a_round_of_ours(
+    native: NativeDriver, stage: Stage, pairs_a: Pairs, pairs_b: Pairs, file_b: str, tokens_a: Tokens, fresh_b: Tokens
+) -> None:
+    plan = plan_of(pairs_b)
+    native.preflight(plan)
+    native.choose("nccl_m2n", {"names": list(pairs_b)})
+    for again in (True, False):
+        native.session(plan, *parts(file_b, list(pairs_b)), backend="nccl_m2n")
+        assert native.verdict(pairs_b, attested=False) == ""
+        native.resume()
+        assert native.tokens() == fresh_b[native.world_size]
+        native.pause()
+        if again:
+            native.bring(stage(pairs_a))
+            assert native.tokens() == tokens_a[native.world_size]
+            native.pause()
+            native.choose("nccl_m2n")
+    assert native.asked() == [["init", *2 * ["start", "receive", "receive", "receive", "finish"]]]
+
+
+def test_such_a_backend_that_only_writes_reloads_nothing(
+    native: NativeDriver, stage: Stage, pairs_a: Pairs, pairs_b: Pairs, file_b: str
+) -> None:
+    written = ["model.embed_tokens.weight", "model.norm.weight"]
+    native.bring(stage(pairs_a | {name: pairs_b[name] for name in written}))
+    wanted = native.tokens()
+    native.bring(stage(pairs_a))
+    assert native.tokens() != wanted
+    native.pause()
+    plan = Plan.from_metadata([ParamMeta(name, pairs_b[name].dtype, tuple(pairs_b[name].shape)) for name in written], partial=True)
+    native.preflight(plan)
+    native.choose("nccl_m2n", {"names": written})
+    native.session(plan, *parts(file_b, written, 2), backend="nccl_m2n")
+    assert native.verdict({name: pairs_b[name] for name in written}, plan, attested=False) == ""
+    native.resume()
+    assert native.tokens() == wanted
+
+
+@pytest.mark.parametrize("after", [1, 3, 20])
+def test_such_a_backend_that_fails_leaves_a_clean_state_and_its_next_session_is_whole(
+    native: NativeDriver, pairs_b: Pairs, file_b: str, fresh_b: Tokens, after: int
+) -> None:
+    plan = plan_of(pairs_b)
+    rank = native.world_size - 1
+    native.preflight(plan)
+    native.choose("nccl_m2n", {"names": list(pairs_b)})
+    native.session(plan, *parts(file_b, list(pairs_b), 1, raise_after={str(rank): after}), backend="nccl_m2n")
+    assert native.verdict(pairs_b, attested=False) == f"rws: rank {rank}: update_weights: RuntimeError: made to fail in receive"
+    assert native.leftovers() == []
+    native.choose("nccl_m2n")
+    native.session(plan, *parts(file_b, list(pairs_b)), backend="nccl_m2n")
+    assert native.verdict(pairs_b, attested=False) == ""
+    native.resume()
+    assert native.tokens() == fresh_b[native.world_size]
+
+
 def test_patches_are_written_into_the_live_model_and_the_rest_of_it_stays(
     native: NativeDriver, stage: Stage, pairs_a: Pairs, pairs_b: Pairs, file_b: str
 ) -> None:

@@ -13,6 +13,7 @@ class BackendTraits:
         name: What vLLM's factories know it by.
         attested: Every byte goes through the model's ``load_weights``, so that a guarded worker can digest what it loads.
         grouped: All workers and the trainer are in one group: whoever is lost takes all others with it.
+        one_mesh: Its workers are one mesh of ranks: those of one engine, or of one data-parallel deployment.
         needs_source: The trainer's engine reads the weights from a source. Otherwise they are handed to its ``send_weights``.
         layouts: That source says how the trainer's ranks hold each tensor (vLLM's ``M2NWeightSource``).
     """
@@ -20,6 +21,7 @@ class BackendTraits:
     name: str
     attested: bool = False
     grouped: bool = True
+    one_mesh: bool = False
     needs_source: bool = True
     layouts: bool = False
 
@@ -31,7 +33,7 @@ _KNOWN = {
         BackendTraits(name="nccl", attested=True),
         BackendTraits(name="sparse_nccl", needs_source=False),
         BackendTraits(name="sharded_rdt", grouped=False),
-        BackendTraits(name="nccl_m2n", layouts=True),
+        BackendTraits(name="nccl_m2n", one_mesh=True, layouts=True),
     )
 }
 

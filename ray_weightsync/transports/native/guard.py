@@ -23,6 +23,7 @@ from ray_weightsync.transports.native.arrivals import Arrivals
 from ray_weightsync.transports.native.backends import BackendTraits
 from ray_weightsync.transports.native.factory import WorkerBackend
 from ray_weightsync.transports.native.handles import require_handles
+from ray_weightsync.transports.native.plain import from_plain
 from ray_weightsync.weights.plan import Plan
 from ray_weightsync.worker import payload
 from ray_weightsync.worker.device import told_device
@@ -158,7 +159,7 @@ class Guard:
             if rank >= len(given):
                 raise ValueError(f"'update_info' has {len(given)} entries, none of them for rank {rank} of this replica")
             given = given[rank]
-        return dict(payload.mapping({"update_info": given}, "update_info"))
+        return dict(from_plain(payload.mapping({"update_info": given}, "update_info")))
 
     def _receive(self, update_info: dict[str, Any]) -> None:
         if self._traits.name == "ipc":

@@ -153,9 +153,9 @@ def test_a_way_to_stock_engines_is_named_in_the_report_as_it_was_chosen() -> Non
         rounds, way = fleet.coordinator.rounds, fleet.coordinator.choose_transport(SENDER)
         ticket = await fleet.open(1, offer=Native("nccl"), way=way)
         committing = asyncio.ensure_future(rounds.commit(ticket.snapshot, holds_turn=True))
-        await rounds.live_members(ticket.snapshot)
+        await rounds.live.members(ticket.snapshot)
         for verb, payload in ((INIT, {"rank_offset": 1}), (START, None), (UPDATE, {}), (FINISH, None)):
-            await rounds.native_call(ticket.snapshot, verb, payload)
+            await rounds.live.call(ticket.snapshot, verb, payload)
         await rounds.seal(ticket.snapshot, sealed("digest"), keep_turn=True)
         report = await committing
         assert (report.transport, report.transport_reason) == ("collective", way.reason)

@@ -126,6 +126,16 @@ class TestCalls:
 
         run(story)
 
+    def test_a_backend_of_one_mesh_is_refused_with_two_engines_before_anybody_is_asked_to_join(self) -> None:
+        async def story() -> None:
+            fleet = await fleet_of(2).attach()
+            with pytest.raises(RoundAborted, match=r"native:nccl_m2n reaches one engine, or one data-parallel deployment, and here are 2"):
+                await fleet.relay(1, engine=FakeTrainerEngine("nccl_m2n"))
+            assert not any("native" in each.calls for each in fleet.engines)
+            assert [(each.version, each.paused) for each in fleet.engines] == [("v0", False)] * 2
+
+        run(story)
+
     @pytest.mark.parametrize("verbs", [[UPDATE], [START, START], [START, INIT], [START, UPDATE, FINISH, UPDATE]])
     def test_verbs_out_of_order_are_refused(self, verbs: list[str]) -> None:
         async def story() -> None:
@@ -144,13 +154,10 @@ class TestCalls:
 
 
 class TestShares:
-    GROUP = group_of(
-        [
-            Shape(id="r0", world_size=2),
-            *(Shape(id=f"d{index}", world_size=2, data_parallel_size=2, data_parallel_index=index, deployment="d") for index in (0, 1)),
-            Shape(id="r1", world_size=1),
-        ]
+    DEPLOYMENT = tuple(
+        Shape(id=f"d{index}", world_size=2, data_parallel_size=2, data_parallel_index=index, deployment="d") for index in (0, 1)
     )
+    GROUP = group_of([Shape(id="r0", world_size=2), *DEPLOYMENT, Shape(id="r1", world_size=1)])
 
     def test_a_list_has_an_entry_for_each_worker_and_engines_of_one_deployment_share_theirs(self) -> None:
         entries = [{"worker": worker} for worker in range(5)]
@@ -177,6 +184,12 @@ class TestShares:
     def test_ranks_begin_after_as_many_trainers_as_the_engine_says(self) -> None:
         of_three = {"rank_offset": 3, "world_size": 8, "num_trainer_ranks": 3}
         assert [own_init_info(of_three, self.GROUP, name)["rank_offset"] for name in ("r0", "d0", "d1", "r1")] == [3, 5, 5, 7]  # type: ignore[call-overload]
+
+    def test_the_engines_of_one_deployment_have_one_number(self) -> None:
+        counted = {"replica_rank": 0, "num_replicas": 1, "num_consumers": 4}
+        group = group_of([Shape(id="r0", world_size=2), *self.DEPLOYMENT])
+        told = [own_init_info(counted, group, name) for name in ("r0", "d0", "d1")]
+        assert told == [{"replica_rank": rank, "num_replicas": 2, "num_consumers": 4} for rank in (0, 1, 1)]
 
 
 class TestKept:
@@ -459,14 +472,14 @@ class TestSnapshots:
     def test_what_workers_cannot_attest_is_committed_and_the_report_says_so(self) -> None:
         async def story() -> None:
             fleet = await fleet_of(2).attach()
-            report = await fleet.relay(1, engine=FakeTrainerEngine("nccl_m2n"))
+            report = await fleet.relay(1, engine=FakeTrainerEngine("sharded_rdt"))
             assert report.committed == ("r0", "r1")
             assert any("only that the update was complete" in each for each in report.missing)
             assert "bytes attested by every worker" not in report.guarantees
             status = fleet.coordinator.status()
             assert (status.version, status.serving) == ("1", ("r0", "r1"))
             assert [each.attested for each in status.replicas] == [False, False]
-            assert (await fleet.relay(1, engine=FakeTrainerEngine("nccl_m2n"))).repeated
+            assert (await fleet.relay(1, engine=FakeTrainerEngine("sharded_rdt"))).repeated
 
         run(story)
 
