@@ -61,6 +61,14 @@ class Live(ABC, Generic[Invited]):
         """Why an engine cannot receive in this way, or None."""
         return None
 
+    def ranks(self, replicas: Sequence[Replica]) -> Group:
+        """The group that these replicas would be in.
+
+        Raises:
+            StepFailed: if there can be none.
+        """
+        return ranks_of(replicas)
+
     def payloads(self, replicas: Sequence[Replica], common: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Make the group of these replicas, and tell the sender.
 
@@ -76,7 +84,7 @@ class Live(ABC, Generic[Invited]):
         """
         if self._ended.done():
             raise StepFailed("stage", CallFailure(message=str(self._ended.result()), kind="raised", elapsed_s=0.0), 0.0)
-        group = ranks_of(replicas)
+        group = self.ranks(replicas)
         self._on_group(group.table())
         invited, payloads = self._invite(group, replicas, common)
         if not self._invited.done():

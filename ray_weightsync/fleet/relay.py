@@ -132,15 +132,20 @@ class Relay(Live[NativeMembers]):
             )
         return None
 
+    def ranks(self, replicas: Sequence[Replica]) -> Group:
+        """See `Live.ranks`. Some backends take the workers of one engine alone."""
+        group = super().ranks(replicas)
+        deployments = {member.rank_offset for member in group.members}
+        if self._one_mesh and len(deployments) > 1:
+            words = f"{self.name} reaches one engine, or one data-parallel deployment, and here are {len(deployments)} ({group.table()})"
+            raise StepFailed("preflight", CallFailure(message=f"{words}: choose another transport", kind="raised", elapsed_s=0.0), 0.0)
+        return group
+
     # --- the coordinator's side ---------------------------------------------------------------------------------------------
 
     def _invite(
         self, group: Group, replicas: Sequence[Replica], common: Mapping[str, Any]
     ) -> tuple[NativeMembers, dict[str, dict[str, Any]]]:
-        deployments = {member.rank_offset for member in group.members}
-        if self._one_mesh and len(deployments) > 1:
-            words = f"{self.name} reaches one engine, or one data-parallel deployment, and here are {len(deployments)} ({group.table()})"
-            raise StepFailed("preflight", CallFailure(message=f"{words}: choose another transport", kind="raised", elapsed_s=0.0), 0.0)
         self._group, self._common = group, common
         self._members = {replica.id for replica in replicas}
         self._stock = any(replica.engine.facts.is_stock for replica in replicas)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 from ray_weightsync.errors import RoundAborted
-from ray_weightsync.fleet.live import ranks_of
+from ray_weightsync.fleet.live import Live
 from ray_weightsync.fleet.parts import Parts
 from ray_weightsync.fleet.replica import Replica
 from ray_weightsync.fleet.snapshot import Snapshot
@@ -25,7 +26,7 @@ async def within_reach(parts: Parts, snapshot: Snapshot, members: list[Replica])
         RoundAborted: if they cannot get to a replica that is not fenced.
     """
     if snapshot.live is not None:
-        _require_ranks(parts, members)
+        _require_ranks(parts, snapshot.live, members)
         _require_what_is_patched(parts, snapshot, members)
         return members
     away = [replica for replica in members if not snapshot.complete_on(str(replica.home)) and replica.home != snapshot.node_id]
@@ -71,9 +72,9 @@ def _require_what_is_patched(parts: Parts, snapshot: Snapshot, members: list[Rep
         )
 
 
-def _require_ranks(parts: Parts, members: list[Replica]) -> None:
+def _require_ranks(parts: Parts, live: Live[Any], members: list[Replica]) -> None:
     try:
-        ranks_of(members)
+        live.ranks(members)
     except StepFailed as failed:
         raise RoundAborted(
             f"Nothing changed: {parts.roster.serves()}. The replicas cannot be given ranks in a group.",
