@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ray_weightsync.config import AdoptPolicy, Auto, CachePolicy, Collective, FailurePolicy, Host, Native, PauseMode, Timeouts
+from ray_weightsync.transports.native.backends import traits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,6 +15,11 @@ class Way:
 
     transport: Host | Collective | Native
     reason: str
+
+    @property
+    def patches(self) -> bool:
+        """Whether it takes patches of some tensors alone."""
+        return isinstance(self.transport, Native) and not traits(self.transport.backend).needs_source
 
     @property
     def keeps_broadcast(self) -> bool:

@@ -38,7 +38,7 @@ from ray_weightsync.trainer.native import EngineMaker, NativeEngines, Relaying, 
 from ray_weightsync.trainer.stock_trainer import stock_engine_maker
 from ray_weightsync.transports.host.layout import SlotError
 from ray_weightsync.transports.host.writer import SlotWriter
-from ray_weightsync.transports.native.patches import Patches
+from ray_weightsync.transports.native.patches import Patches, is_patches
 from ray_weightsync.weights.packing import Packed
 from ray_weightsync.weights.plan import Plan
 from ray_weightsync.weights.sources import SourceLike, WeightSource, as_source
@@ -98,25 +98,30 @@ class SnapshotSender:
 
     def send(self, source: SourceLike, *, version: int | str, busy: Busy = "wait") -> SyncReport:
         """Stage and commit; the turn is kept in between."""
-        if (way := self._settings.way) is None:
+        if not (patched := is_patches(source)):
             source = as_source(source)  # which walks a whole module, and is not done twice
-            way = self._way(source)
+        way = self._way(source, patched)
         if (live := self._live(way.transport)) is None:
             return self._send(source, version, busy, way, None)
         with live:
             return self._send(source, version, busy, way, live)
 
-    def _way(self, source: WeightSource) -> Way:
-        """How this round goes, where each one chooses. Without a GPU here there is one way, and nobody is asked.
+    def _way(self, source: Any, patched: bool) -> Way:
+        """How this round goes. Where each one chooses, and there is no GPU here, there is one way, and nobody is asked.
 
         Raises:
             RoundAborted: if no transport reaches the engines.
         """
+        if (way := self._settings.way) is not None:
+            if patched or not way.patches:
+                return way
+            # The way on after a round of patches that failed, and for engines that hold no version yet.
+            return Way(transport=self._settings.host, reason=f"all weights are sent, and this transport sends patches alone")
         facts = sender_facts(source)
         if facts.current is None:
             return Way(transport=self._settings.host, reason=f"auto: {not_from_gpu(facts)}")
-        way: Way = self._link.ask("choose_transport", facts, limit_s=self._timeouts.connect_s)
-        return way
+        chosen: Way = self._link.ask("choose_transport", facts, limit_s=self._timeouts.connect_s)
+        return chosen
 
     def _live(self, transport: Transport) -> LiveSending | None:
         """How the bytes get straight to the engines in this round; None if by a snapshot."""

@@ -30,6 +30,11 @@ class Patch:
     full_shape: tuple[int, ...]
 
 
+def is_patches(given: object) -> bool:
+    """Whether ``given`` is meant as patches: a list of anything but ``(name, tensor)`` pairs."""
+    return isinstance(given, list | tuple) and not any(isinstance(each, list | tuple) for each in given)
+
+
 class Patches:
     """One round's. Its metadata are the whole tensors that are patched; they cannot be iterated.
 

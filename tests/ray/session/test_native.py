@@ -267,3 +267,14 @@ def test_what_a_native_transport_cannot_do_is_refused_with_what_can(start: Start
         fleet.sync.heal("r0")
     with pytest.raises(rws.ConfigError, match="goes back to the version before"):
         rws.WeightSync.attach(fleet.engines, transport="native:ipc", on_failure=rws.FailurePolicy(after_start="all_or_none"))
+
+
+def test_all_weights_go_by_host_memory_where_the_backend_takes_patches_alone(start: Start) -> None:
+    fleet, trainer = start(2, backend="sparse_nccl")
+    module = make_module()
+    report = trainer.send_weights(module, version=1)
+    assert fleet.serve(module)
+    assert (report.transport, report.committed) == ("host", ("r0", "r1"))
+    assert report.transport_reason == "all weights are sent, and this transport sends patches alone"
+    assert "bytes attested by every worker" in report.guarantees
+    assert trainer.engines.made == []
