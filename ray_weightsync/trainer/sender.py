@@ -116,7 +116,7 @@ class SnapshotSender:
             if patched or not way.patches:
                 return way
             # The way on after a round of patches that failed, and for engines that hold no version yet.
-            return Way(transport=self._settings.host, reason=f"all weights are sent, and this transport sends patches alone")
+            return Way(transport=self._settings.host, reason="all weights are sent, and this transport sends patches alone")
         facts = sender_facts(source)
         if facts.current is None:
             return Way(transport=self._settings.host, reason=f"auto: {not_from_gpu(facts)}")
