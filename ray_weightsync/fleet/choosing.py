@@ -15,6 +15,7 @@ from ray_weightsync.config import Collective, Host, Native
 from ray_weightsync.engines.facts import DeviceFacts, EngineKind
 from ray_weightsync.errors import ConfigError
 from ray_weightsync.fleet.topology import Shape, group_of, shape_of
+from ray_weightsync.transports.native.backends import traits
 
 if TYPE_CHECKING:
     from ray_weightsync.engines.resolve import Engine
@@ -110,6 +111,26 @@ def choose(sender: SenderFacts, members: Sequence[MemberFacts], *, all_or_none: 
     if all_or_none:
         return Choice(None, f"{_each(stock)} cannot be brought back to the version before, which after_start='all_or_none' needs")
     return _stock(sender, stock)
+
+
+def out_of_reach(transport: Host | Collective | Native, sender: SenderFacts, members: Sequence[MemberFacts]) -> str | None:
+    """Why a transport that was asked for cannot get from the sender's GPU to these members; None if it might. What is not known, might.
+
+    It would be found in the middle of an update otherwise, with all engines torn, or stuck.
+    """
+    if sender.current is None or isinstance(transport, Host):
+        return None
+    placed = [member for member in members if member.devices]
+    if on_cpu := [member for member in placed if any(device.type != GPU for device in member.devices)]:
+        return f"{_names(on_cpu)} are not on GPUs, and the sender's bytes go from its GPU {sender.current.uuid}"
+    if isinstance(transport, Native) and transport.backend == "ipc":
+        away = [member for member in placed if _known(member) and any(device != sender.current for device in member.devices)]
+        return f"{_names(away)} are not on the sender's GPU {sender.current.uuid}, and CUDA IPC reaches no other" if away else None
+    if isinstance(transport, Native) and not traits(transport.backend).grouped:
+        return None
+    if sharing := [member for member in placed if sender.current.uuid is not None and sender.current in member.devices]:
+        return f"{_names(sharing)} share the sender's GPU {sender.current.uuid}, and NCCL takes one rank a GPU"
+    return _no_group(members)
 
 
 def not_from_gpu(sender: SenderFacts) -> str | None:

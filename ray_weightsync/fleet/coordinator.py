@@ -234,7 +234,7 @@ class Coordinator:
         replica.fenced_by_us = True
 
     def choose_transport(self, sender: SenderFacts) -> Way:
-        """How the next round is to go where each one chooses; see `ray_weightsync.fleet.choosing`. Asks no engine."""
+        """How the next round is to go; see `ray_weightsync.fleet.way`. Asks no engine."""
         return way_of(self._parts, sender)
 
     async def refuse(self, report: SyncReport, complaints: Mapping[str, str]) -> SyncReport:

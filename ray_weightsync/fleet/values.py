@@ -17,6 +17,12 @@ class Way:
     reason: str
 
     @property
+    def shown(self) -> str:
+        """As it is written: ``transport='native:ipc'``."""
+        name = f"native:{self.transport.backend}" if isinstance(self.transport, Native) else type(self.transport).__name__.lower()
+        return f"transport={name!r}"
+
+    @property
     def patches(self) -> bool:
         """Whether it takes patches of some tensors alone."""
         return isinstance(self.transport, Native) and not traits(self.transport.backend).needs_source

@@ -1,9 +1,11 @@
-"""How a round of ``transport="auto"`` goes, for the fleet as it was last seen. Asks no engine: the round's own preflight does."""
+"""How the next round can go, for the fleet as it was last seen. Asks no engine: the round's own preflight does."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ray_weightsync.errors import RoundAborted
-from ray_weightsync.fleet.choosing import SenderFacts, choose, member_of
+from ray_weightsync.fleet.choosing import MemberFacts, SenderFacts, choose, member_of, out_of_reach
 from ray_weightsync.fleet.parts import Parts
 from ray_weightsync.fleet.states import ReplicaState
 from ray_weightsync.fleet.values import Way
@@ -13,22 +15,30 @@ BY_LEAVE = (ReplicaState.JOINING, ReplicaState.QUARANTINED)
 
 
 def way_of(parts: Parts, sender: SenderFacts) -> Way:
-    """How the next round of ``sender`` is to go.
+    """How the next round of ``sender`` is to go: as was asked for, or by what ``transport="auto"`` comes to.
 
     Raises:
-        RoundAborted: if no transport reaches those who serve.
+        RoundAborted: if no transport reaches those who serve, or not the one that was asked for.
     """
     candidates = parts.roster.members
     stock = {replica.engine.facts.is_stock for replica in candidates if replica.state not in BY_LEAVE}
     # One that restarted with another worker side than those who serve have will be left out, and is not to decide for them.
     members = [member_of(replica.engine) for replica in candidates if not stock or replica.engine.facts.is_stock in stock]
+    if (asked := parts.settings.way) is not None:
+        if (why := out_of_reach(asked.transport, sender, members)) is not None:
+            raise _no_way(parts, members, f"{asked.shown} does not reach these engines.", why)
+        return asked
     choice = choose(sender, members, all_or_none=parts.settings.on_failure.after_start == "all_or_none")
     if choice.transport is None:
-        raise RoundAborted(
-            f"Nothing changed: {parts.roster.serves()}. transport='auto' finds no way to these engines.",
-            phase="open",
-            replicas=tuple(member.id for member in members),
-            engine_message=choice.why,
-            hint="start engines with **ray_weightsync.vllm_engine_args(), to which host memory always reaches; or name a transport",
-        )
+        raise _no_way(parts, members, "transport='auto' finds no way to these engines.", choice.why)
     return Way(transport=choice.transport, reason=f"auto: {choice.why}")
+
+
+def _no_way(parts: Parts, members: Sequence[MemberFacts], what: str, why: str) -> RoundAborted:
+    return RoundAborted(
+        f"Nothing changed: {parts.roster.serves()}. {what}",
+        phase="open",
+        replicas=tuple(member.id for member in members),
+        engine_message=why,
+        hint="start engines with **ray_weightsync.vllm_engine_args(), to which host memory always reaches; or name another transport",
+    )

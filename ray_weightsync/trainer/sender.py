@@ -107,21 +107,22 @@ class SnapshotSender:
             return self._send(source, version, busy, way, live)
 
     def _way(self, source: Any, patched: bool) -> Way:
-        """How this round goes. Where each one chooses, and there is no GPU here, there is one way, and nobody is asked.
+        """How this round goes. The coordinator is asked where a GPU here, and where engines are, have a say in it.
 
         Raises:
-            RoundAborted: if no transport reaches the engines.
+            RoundAborted: if no transport reaches the engines, or not the one that was asked for.
         """
-        if (way := self._settings.way) is not None:
-            if patched or not way.patches:
-                return way
+        asked = self._settings.way
+        if asked is not None and isinstance(asked.transport, Host):
+            return asked
+        if asked is not None and asked.patches and not patched:
             # The way on after a round of patches that failed, and for engines that hold no version yet.
             return Way(transport=self._settings.host, reason="all weights are sent, and this transport sends patches alone")
         facts = sender_facts(source)
         if facts.current is None:
-            return Way(transport=self._settings.host, reason=f"auto: {not_from_gpu(facts)}")
-        chosen: Way = self._link.ask("choose_transport", facts, limit_s=self._timeouts.connect_s)
-        return chosen
+            return asked or Way(transport=self._settings.host, reason=f"auto: {not_from_gpu(facts)}")
+        way: Way = self._link.ask("choose_transport", facts, limit_s=self._timeouts.connect_s)
+        return way
 
     def _live(self, transport: Transport) -> LiveSending | None:
         """How the bytes get straight to the engines in this round; None if by a snapshot."""

@@ -102,6 +102,18 @@ def test_each_round_chooses_for_the_fleet_as_it_is_then(start_fleet: StartFleet,
     assert fleet.serve(module)
 
 
+def test_a_transport_that_was_asked_for_is_refused_where_it_cannot_get_to_the_engines(
+    start_fleet: StartFleet, engine_pool: list[Any], sender_on_a_gpu: None
+) -> None:
+    fleet = start_fleet(1, engine_class=OnAGpu, transport="collective")
+    module = make_module()
+    assert fleet.sync.send_weights(module, version=1).transport_reason == "asked for"
+    fleet.sync.add([rws.EngineRef(engine_pool[0], id="on-the-cpu")])
+    with pytest.raises(rws.RoundAborted, match="on-the-cpu are not on GPUs, and the sender's bytes go from its GPU"):
+        fleet.sync.send_weights(make_module(), version=2)
+    assert fleet.serve(module)
+
+
 def test_a_trainer_and_an_engine_on_one_gpu_are_no_two_ranks(start_fleet: StartFleet, monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = start_fleet(2, engine_class=OnAGpu, transport="auto")
     inspected: Any = fleet.engines[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -118,6 +119,20 @@ def test_engines_that_no_transport_reaches_are_named_before_anything_is_sent() -
             fleet.coordinator.choose_transport(SENDER)
         assert "vllm_engine_args" in str(caught.value)
         assert str(caught.value).startswith("Nothing changed")
+
+    run(story)
+
+
+def test_a_transport_that_was_asked_for_and_cannot_get_to_the_engines_is_refused_before_anything_is_sent() -> None:
+    async def story() -> None:
+        fleet = FakeFleet(2, transport=Native("ipc"))
+        fleet.engines = [Placed("r0", "mine"), Placed("r1", "a")]
+        await fleet.attach()
+        with pytest.raises(RoundAborted, match=r"transport='native:ipc' does not reach these engines") as caught:
+            fleet.coordinator.choose_transport(SENDER)
+        assert "r1 are not on the sender's GPU mine" in str(caught.value)
+        assert [engine.calls for engine in fleet.engines] == [[], []]
+        assert fleet.coordinator.choose_transport(replace(SENDER, current=None)).transport == Native("ipc")
 
     run(story)
 

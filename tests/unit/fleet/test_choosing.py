@@ -15,7 +15,7 @@ from ray_weightsync.config import Collective, Host, Native
 from ray_weightsync.engines.facts import DeviceFacts, EngineFacts, WorkerFacts
 from ray_weightsync.engines.ref import EngineRef
 from ray_weightsync.engines.resolve import Engine
-from ray_weightsync.fleet.choosing import Choice, MemberFacts, SenderFacts, choose, member_of
+from ray_weightsync.fleet.choosing import Choice, MemberFacts, SenderFacts, choose, member_of, out_of_reach
 from ray_weightsync.fleet.topology import Shape
 
 CPU = DeviceFacts("cpu")
@@ -42,6 +42,44 @@ APART = [member("r0", gpu("a")), member("r1", gpu("b"), gpu("c"))]
 TOGETHER = [member("r0", MINE), member("r1", MINE)]
 STOCK_NCCL = [member("r0", stock="nccl", nccl=False), member("r1", stock="nccl", nccl=False, kind="http")]
 STOCK_IPC = [member("r0", MINE, stock="ipc", nccl=False)]
+
+
+class TestAskedFor:
+    """A transport that a user named. What is found here is found before anybody is paused."""
+
+    @pytest.mark.parametrize(
+        ("transport", "members", "why"),
+        [
+            (Native("ipc"), APART, r"r0, r1 are not on the sender's GPU mine, and CUDA IPC reaches no other"),
+            (Native("ipc"), [TOGETHER[0], member("r1", MINE, gpu("b"))], r"^r1 are not on the sender's GPU"),
+            (Collective(), TOGETHER, r"r0, r1 share the sender's GPU mine, and NCCL takes one rank a GPU"),
+            (Native("nccl"), [APART[0], member("r1", MINE)], r"^r1 share the sender's GPU mine"),
+            (Collective(), [member("r0", gpu("a")), member("r1", gpu("a"))], r"r0 and r1 share GPU a"),
+            (Collective(), [member("r0", CPU), member("r1", gpu("a"))], r"^r0 are not on GPUs, and the sender's bytes go from its GPU"),
+            (Native("sharded_rdt"), [member("r0", CPU)], r"^r0 are not on GPUs"),
+        ],
+    )
+    def test_engines_that_it_cannot_get_to_are_named(self, transport: Any, members: Sequence[MemberFacts], why: str) -> None:
+        assert re.search(why, out_of_reach(transport, sender(), members) or "")
+
+    @pytest.mark.parametrize(
+        ("transport", "members"),
+        [
+            (Native("ipc"), TOGETHER),
+            (Native("ipc"), [member("r0"), member("r1", gpu(None))]),
+            (Collective(), APART),
+            (Collective(), [member("r0"), member("r1", gpu(None))]),
+            (Native("nccl"), STOCK_NCCL),
+            (Native("sharded_rdt"), TOGETHER),
+            (Host(), [member("r0", CPU), *TOGETHER[1:]]),
+        ],
+    )
+    def test_what_it_gets_to_or_might_is_left_to_it(self, transport: Any, members: Sequence[MemberFacts]) -> None:
+        assert out_of_reach(transport, sender(), members) is None
+
+    @pytest.mark.parametrize("transport", [Native("ipc"), Native("nccl"), Collective()])
+    def test_without_a_gpu_in_the_sender_nothing_is_known(self, transport: Any) -> None:
+        assert out_of_reach(transport, sender(CPU, current=None), [member("r0", CPU), *TOGETHER[1:]]) is None
 
 
 class TestOurWorkers:
