@@ -77,7 +77,7 @@ class VllmEngines:
         Raises:
             Exception: whatever vLLM raises; nothing is left open then.
         """
-        place = _Place() if "master_port" in self._fields else None
+        place = _Place(self._native.options.get("master_address")) if "master_port" in self._fields else None
         try:
             ours = of_fleet(workers)
             if "trainer_actor_namespace" in self._fields:  # where vLLM's workers look for the actors that it starts here
@@ -124,10 +124,13 @@ class _Place:
 
     vLLM binds it itself. Bound here with SO_REUSEADDR, and not listened on, it lets whoever sets the same; the kernel gives it to nobody
     who asks for any free port.
+
+    Args:
+        address: Which one. None: the one by which this machine reaches others.
     """
 
-    def __init__(self) -> None:
-        self.address = node_ip()
+    def __init__(self, address: str | None = None) -> None:
+        self.address = address or node_ip()
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         try:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -79,8 +79,9 @@ def test_a_trainer_engine_is_told_of_all_workers_and_of_their_shards_only_where_
 
 
 class TestPlace:
-    def test_whoever_sets_the_same_option_may_listen_beside_it_and_nobody_is_given_it_as_any_free_port(self) -> None:
-        place = _Place()
+    @pytest.mark.parametrize("address", [None, "127.0.0.1"])
+    def test_whoever_sets_the_same_option_may_listen_beside_it_and_nobody_is_given_it_as_any_free_port(self, address: str | None) -> None:
+        place = _Place(address)
         try:
             with socket.socket() as vllms:
                 vllms.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
