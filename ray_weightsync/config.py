@@ -221,6 +221,13 @@ class Native:
 Transport = Host | Collective | Native
 
 
+def transport_name(transport: Transport) -> str:
+    """``"host"``, ``"collective"`` or ``"native:<backend>"``: what users call it; see `as_transport`."""
+    if isinstance(transport, Native):
+        return f"native:{transport.backend}"
+    return "collective" if isinstance(transport, Collective) else "host"
+
+
 @dataclass(frozen=True)
 class Auto:
     """One of the others, chosen anew for each round; see `ray_weightsync.fleet.choosing`."""

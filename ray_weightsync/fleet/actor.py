@@ -186,9 +186,6 @@ class _CoordinatorActor:
     async def seal(self, snapshot_id: str, sealed: Sealed, keep_turn: bool) -> None:
         await (await self._ready()).rounds.seal(snapshot_id, sealed, keep_turn=keep_turn)
 
-    async def stock_backend(self) -> str | None:
-        return (await self._ready()).rounds.live.stock_backend()
-
     async def live_members(self, snapshot_id: str) -> Group | NativeMembers | None:
         return await (await self._ready()).rounds.live.members(snapshot_id)
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from ray_weightsync.errors import CallFailure
 from ray_weightsync.fleet.fence import fence
 from ray_weightsync.fleet.publication import drops_caches, publication, require_dropped, resumption
 from ray_weightsync.fleet.putback import put_back
@@ -185,8 +184,8 @@ class Bring:
             return
         update = updates.get(member.replica.id)
         if update is None:  # with overlap, bytes are on their way to its node while it is paused
-            failure = CallFailure(message="the copy on its node was given up meanwhile", kind="raised", elapsed_s=0.0)
-            raise StepFailed("update", failure, timeouts.for_bytes("update", num_bytes))
+            why = "the copy on its node was given up meanwhile"
+            raise StepFailed.refused("update", why, timeouts.for_bytes("update", num_bytes))
         calls = [
             Call("start", timeouts.start_s, START),
             Call("update", timeouts.for_bytes("update", num_bytes), UPDATE, (update,)),

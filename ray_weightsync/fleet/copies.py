@@ -80,7 +80,7 @@ class Copies:
         if node_id in snapshot.copies:
             return snapshot.copies[node_id]
         if snapshot.over:
-            raise StepFailed("stage", CallFailure(message="the snapshot was given up meanwhile", kind="raised", elapsed_s=0.0), 0.0)
+            raise StepFailed.refused("stage", "the snapshot was given up meanwhile")
         if node_id not in snapshot.allotting:
             snapshot.allotting[node_id] = asyncio.ensure_future(self._allot(snapshot, node_id))
         return await asyncio.shield(snapshot.allotting[node_id])
@@ -153,8 +153,9 @@ class Copies:
         targets = {str(replica.home) for replica in replicas if not snapshot.complete_on(str(replica.home))}
         sources = [node_id for node_id in snapshot.copies if snapshot.complete_on(node_id)]
         if not sources:
-            failure = CallFailure(message=f"no store has the bytes of version {snapshot.label} any more", kind="raised", elapsed_s=0.0)
-            return dict.fromkeys(targets, StepFailed(PHASE, failure, limit_s))
+            return dict.fromkeys(
+                targets, StepFailed.refused(PHASE, f"no store has the bytes of version {snapshot.label} any more", limit_s)
+            )
         await spread(sources, targets, copy)
         return failures
 
@@ -249,5 +250,5 @@ class Copies:
         try:
             return await self.stores.probe(node_id, limit_s=self._timeouts.preflight_s)
         except Exception as error:
-            failure = CallFailure(message=f"the snapshot store did not answer: {words(error)}", kind="raised", elapsed_s=0.0)
-            raise StepFailed("preflight", failure, self._timeouts.preflight_s) from error
+            why = f"the snapshot store did not answer: {words(error)}"
+            raise StepFailed.refused("preflight", why, self._timeouts.preflight_s) from error

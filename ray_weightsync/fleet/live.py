@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from ray_weightsync.errors import CallFailure, ConfigError, RoundAborted
+from ray_weightsync.errors import ConfigError, RoundAborted
 from ray_weightsync.fleet.steps import StepFailed
 from ray_weightsync.fleet.topology import Group, group_of, shape_of
 
@@ -83,7 +83,7 @@ class Live(ABC, Generic[Invited]):
             StepFailed: if they cannot be given ranks, or the sender is gone.
         """
         if self._ended.done():
-            raise StepFailed("stage", CallFailure(message=str(self._ended.result()), kind="raised", elapsed_s=0.0), 0.0)
+            raise StepFailed.refused("stage", str(self._ended.result()))
         group = self.ranks(replicas)
         self._on_group(group.table())
         invited, payloads = self._invite(group, replicas, common)
@@ -135,4 +135,4 @@ def ranks_of(replicas: Sequence[Replica]) -> Group:
     try:
         return group_of([shape_of(replica.engine) for replica in replicas])
     except ConfigError as error:
-        raise StepFailed("preflight", CallFailure(message=str(error), kind="raised", elapsed_s=0.0), 0.0) from error
+        raise StepFailed.refused("preflight", str(error)) from error

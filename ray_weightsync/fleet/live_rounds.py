@@ -12,7 +12,6 @@ from ray_weightsync.fleet.parts import Parts
 from ray_weightsync.fleet.relay import NativeMembers, Relay
 from ray_weightsync.fleet.topology import Group
 from ray_weightsync.fleet.values import Way
-from ray_weightsync.fleet.way import BY_LEAVE
 from ray_weightsync.weights.plan import Plan
 
 if TYPE_CHECKING:
@@ -36,12 +35,6 @@ class LiveRounds:
                 relay.name = "collective"  # of the sender's making, toward receivers of vLLM's
             return relay
         return Broadcast(offer, on_group=self._grouped)
-
-    def stock_backend(self) -> str | None:
-        """The backend of vLLM's own that engines of this fleet were started on; None if those who serve have our worker side."""
-        members = self._parts.roster.members
-        needed = [replica for replica in members if replica.state not in BY_LEAVE] or members
-        return next((replica.engine.facts.backend for replica in needed if replica.engine.facts.is_stock), None)
 
     async def members(self, snapshot_id: str) -> Group | NativeMembers | None:
         """Whom a sender that made an offer is to expect, as soon as all of them are about to start; None if nobody.

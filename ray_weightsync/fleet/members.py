@@ -122,7 +122,7 @@ async def _sources(snapshot: Snapshot, parts: Parts) -> Callable[[Replica], Awai
         replica.home = home_of(replica.engine.facts, nodes, origin=snapshot.origin)
         if live is not None:
             if (why := live.refusal(replica.engine.facts)) is not None:
-                raise StepFailed(PHASE, CallFailure(message=why, kind="raised", elapsed_s=0.0), parts.timeouts.preflight_s)
+                raise StepFailed.refused(PHASE, why, parts.timeouts.preflight_s)
             return Source(live.receiver, live.probe(), live.seen_once)
         copy = await copies.allotted(snapshot, replica.home)
         return Source("host", partial(copies.probe, copy.node_id), copy.store)

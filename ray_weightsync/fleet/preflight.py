@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from ray_weightsync.config import Timeouts, is_tombstone
 from ray_weightsync.engines.headers import Headers, headers_of, problems_of
-from ray_weightsync.engines.resolve import inspect
+from ray_weightsync.engines.resolve import OUR_ARGS, inspect
 from ray_weightsync.errors import CallFailure, EngineCallError
 from ray_weightsync.fleet.claims import Claims
 from ray_weightsync.fleet.replica import Left, Replica
 from ray_weightsync.fleet.states import ReplicaEvent, ReplicaState
 from ray_weightsync.fleet.steps import StepFailed, Timeline, step
-from ray_weightsync.fleet.stock import OUR_ARGS, flush, ruined, unserved
+from ray_weightsync.fleet.stock import flush, ruined, unserved
 from ray_weightsync.protocol.channel import FINISH, INIT
 from ray_weightsync.protocol.reading import died, words
 from ray_weightsync.weights.plan import Plan
@@ -142,7 +142,7 @@ async def check(
     await look(replica, timeouts=timeouts, timeline=timeline)
     await claims.follow([replica])
     if replica.state is ReplicaState.RETIRED:
-        raise StepFailed(PHASE, CallFailure(message=str(replica.error), kind="raised", elapsed_s=0.0), timeouts.preflight_s)
+        raise StepFailed.refused(PHASE, str(replica.error), timeouts.preflight_s)
     if replica.state is ReplicaState.QUARANTINED and any(worker.update_open for worker in replica.engine.facts.workers):
         # Left by a round of ours that broke inside: our backend's finish completes or flushes, and never raises.
         await step(replica, PHASE, FINISH, limit_s=timeouts.finish_s, timeline=timeline)
@@ -193,7 +193,7 @@ async def _compared(replica: Replica, plan: Plan, *, limit_s: float, timeline: T
             timeline.add(replica.id, PHASE, began, time.monotonic())
     if problems := problems_of(plan, replica.headers):
         message = f"the plan is not that of the checkpoint that the engine was started from: {'; '.join(problems)}"
-        raise StepFailed(PHASE, CallFailure(message=message, kind="raised", elapsed_s=0.0), limit_s)
+        raise StepFailed.refused(PHASE, message, limit_s)
 
 
 def judging_s(plan: Plan) -> float:

@@ -7,7 +7,6 @@ import dataclasses
 from collections.abc import Mapping
 
 from ray_weightsync.config import tombstone
-from ray_weightsync.errors import CallFailure
 from ray_weightsync.fleet.fence import fence_engine
 from ray_weightsync.fleet.parts import Parts
 from ray_weightsync.fleet.replica import Replica
@@ -46,7 +45,7 @@ async def refuse(parts: Parts, report: SyncReport, complaints: Mapping[str, str]
 
 async def _fence(parts: Parts, replica: Replica, complaint: str, round_id: str) -> None:
     timeouts = parts.timeouts
-    failed = StepFailed(PHASE, CallFailure(message=complaint, kind="raised", elapsed_s=0.0), timeouts.attest_s)
+    failed = StepFailed.refused(PHASE, complaint, timeouts.attest_s)
     replica.lose_weights(str(failed))
     replica.probe_failed = True
     parts.roster.changed()

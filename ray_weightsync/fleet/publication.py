@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ray_weightsync.errors import CallFailure
 from ray_weightsync.fleet.steps import Call, StepFailed
 from ray_weightsync.protocol.channel import RESET_ENCODER_CACHE, RESET_MM_CACHE, RESET_PREFIX_CACHE, RESUME, SET_VERSION, UNFINISHED
 
@@ -45,7 +44,7 @@ def require_dropped(spec: RoundSpec, member: Member, answers: dict[str, Any]) ->
     member.recomputed = answers.get(UNFINISHED)
     if answers[RESET_PREFIX_CACHE] is not True:
         message = f"{RESET_PREFIX_CACHE} answered {answers[RESET_PREFIX_CACHE]!r}: KV computed with the old weights might be used again"
-        raise StepFailed("cache", CallFailure(message=message, kind="raised", elapsed_s=0.0), spec.timeouts.commit_s)
+        raise StepFailed.refused("cache", message, spec.timeouts.commit_s)
 
 
 def resumption(spec: RoundSpec, member: Member) -> list[Call]:

@@ -257,10 +257,7 @@ class Recovery:
         """What the round's caller is told, who lost the answer with the coordinator."""
         label, settings, hints = round_.snapshot.label, self._parts.settings, self._roster.log_hints()
         lost = {each.id: each for each in reports if each.failed_phase is not None}
-        failures = {
-            name: StepFailed(each.failed_phase or PHASE, CallFailure(message=each.error or "", kind="raised", elapsed_s=0.0), 0.0)
-            for name, each in lost.items()
-        }
+        failures = {name: StepFailed.refused(each.failed_phase or PHASE, each.error or "") for name, each in lost.items()}
         others = [each.id for each in self._roster.members if each.whole]
         if not serving and (others or not lost):
             return aborted(

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ray_weightsync.config import Native, Timeouts
+from ray_weightsync.config import Native, Timeouts, transport_name
 from ray_weightsync.errors import CallFailure, ConfigError, RoundAborted
 from ray_weightsync.fleet.live import Live
 from ray_weightsync.fleet.replica import Left
@@ -94,7 +94,7 @@ class Relay(Live[NativeMembers]):
         super().__init__(on_group=on_group)
         of = traits(native.backend)
         self.backend = self.stock_backend = native.backend
-        self.name = self.seen_once = f"native:{native.backend}"
+        self.name = self.seen_once = transport_name(native)
         self.attested, self.grouped = of.attested, of.grouped
         self._one_mesh = of.one_mesh
         self.limits_s = {
@@ -138,7 +138,7 @@ class Relay(Live[NativeMembers]):
         deployments = {member.rank_offset for member in group.members}
         if self._one_mesh and len(deployments) > 1:
             words = f"{self.name} reaches one engine, or one data-parallel deployment, and here are {len(deployments)} ({group.table()})"
-            raise StepFailed("preflight", CallFailure(message=f"{words}: choose another transport", kind="raised", elapsed_s=0.0), 0.0)
+            raise StepFailed.refused("preflight", f"{words}: choose another transport")
         return group
 
     # --- the coordinator's side ---------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ class Relay(Live[NativeMembers]):
         while True:
             if self._ended.done():
                 message = self._ended.result() or "the round is over"
-                raise Ended(phase, CallFailure(message=message, kind="raised", elapsed_s=0.0), self.limit_s)
+                raise Ended.refused(phase, message, self.limit_s)
             if (order := self._order) is not None and name in order.waits_for:
                 return order
             try:

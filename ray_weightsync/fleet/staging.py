@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from ray_weightsync.config import Host, Timeouts
-from ray_weightsync.errors import CallFailure, RoundAborted
+from ray_weightsync.errors import RoundAborted
 from ray_weightsync.fleet.copies import Ahead, Copies
 from ray_weightsync.fleet.live import Live
 from ray_weightsync.fleet.replica import Replica
@@ -156,7 +156,7 @@ class Staging:
         except Exception as error:
             message = f"the snapshot could not be sealed: {words(error) or type(error).__name__}"
             if snapshot.live is None:
-                snapshot.fail(StepFailed("stage", CallFailure(message=message, kind="raised", elapsed_s=0.0), limit_s))
+                snapshot.fail(StepFailed.refused("stage", message, limit_s))
                 return
             # Every engine has the bytes: they are not to lose them for the copy's sake.
             self._notes.append(f"version {snapshot.label} is not kept: {message}")
@@ -193,13 +193,12 @@ class Staging:
             _, problems = await self.copies.mark_committed(snapshot)
             for replica in replicas:
                 if replica.home not in snapshot.copies and replica.id not in failures:
-                    failure = CallFailure(message="; ".join(problems), kind="raised", elapsed_s=0.0)
-                    failures[replica.id] = StepFailed("relay", failure, self._timeouts.commit_s)
+                    failures[replica.id] = StepFailed.refused("relay", "; ".join(problems), self._timeouts.commit_s)
         return failures
 
     async def give_up(self, snapshot: Snapshot, why: str) -> None:
         """The sender will not finish: whoever waits for the seal is told, receivers fail at once, the slot is freed."""
-        snapshot.fail(StepFailed("stage", CallFailure(message=why, kind="raised", elapsed_s=0.0), 0.0))
+        snapshot.fail(StepFailed.refused("stage", why))
         await self.free(snapshot)
 
     def keep(self, snapshot: Snapshot) -> None:

@@ -10,7 +10,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from ray_weightsync.errors import CallFailure
 from ray_weightsync.fleet.replica import Replica
@@ -36,6 +36,11 @@ class StepFailed(Exception):
         self.failure = failure
         self.limit_s = limit_s
         self.goes_on = goes_on
+
+    @classmethod
+    def refused(cls, phase: str, why: str, limit_s: float = 0.0) -> Self:
+        """What speaks against going on, found without a call."""
+        return cls(phase, CallFailure(message=why, kind="raised", elapsed_s=0.0), limit_s)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (StepFailed, (self.phase, self.failure, self.limit_s, self.goes_on))

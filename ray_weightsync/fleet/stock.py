@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from ray_weightsync.config import Auto, Collective, Native
+from ray_weightsync.config import Auto, Collective, Native, transport_name
 from ray_weightsync.engines.facts import EngineFacts
+from ray_weightsync.engines.resolve import OUR_ARGS
 from ray_weightsync.errors import AttachError
 from ray_weightsync.fleet.choosing import BY_CHOICE
 from ray_weightsync.fleet.replica import Left, Replica
@@ -20,8 +21,6 @@ from ray_weightsync.protocol.channel import FINISH, PAUSE, START
 if TYPE_CHECKING:
     from ray_weightsync.config import Timeouts
     from ray_weightsync.fleet.values import Settings
-
-OUR_ARGS = "start it with **ray_weightsync.vllm_engine_args()"
 
 
 def served_by(transport: object, backend: str | None = None) -> str | None:
@@ -45,8 +44,9 @@ def unserved(facts: EngineFacts, served: str | None) -> str | None:
     """
     if not facts.is_stock or facts.backend == served:
         return None
-    ways = "transport='collective'" if facts.backend == "nccl" else f"transport='native:{facts.backend}'"
-    return f"its weight-transfer backend is {facts.backend!r}, which only send_weights of a session with {ways} reaches; or {OUR_ARGS}"
+    way = "collective" if facts.backend == "nccl" else transport_name(Native(str(facts.backend)))
+    reached = f"which only send_weights of a session with transport={way!r} reaches"
+    return f"its weight-transfer backend is {facts.backend!r}, {reached}; or {OUR_ARGS}"
 
 
 def mixed(replicas: Iterable[Replica]) -> str | None:

@@ -5,22 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ray_weightsync.config import AdoptPolicy, Auto, CachePolicy, Collective, FailurePolicy, Host, Native, PauseMode, Timeouts
+from ray_weightsync.config import AdoptPolicy, Auto, CachePolicy, Collective, FailurePolicy, Host, Native, PauseMode, Timeouts, Transport
 from ray_weightsync.transports.native.backends import traits
 
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """How the bytes of one round travel, and why so."""
+    """How the bytes of one round travel, and why so.
 
-    transport: Host | Collective | Native
+    Attributes:
+        stock: The backend of vLLM's own that the engines were started on; None if they have our worker side, or were not asked about.
+    """
+
+    transport: Transport
     reason: str
-
-    @property
-    def shown(self) -> str:
-        """As it is written: ``transport='native:ipc'``."""
-        name = f"native:{self.transport.backend}" if isinstance(self.transport, Native) else type(self.transport).__name__.lower()
-        return f"transport={name!r}"
+    stock: str | None = None
 
     @property
     def patches(self) -> bool:
@@ -37,7 +36,7 @@ class Way:
 class Settings:
     """What a session was attached with."""
 
-    transport: Host | Collective | Native | Auto
+    transport: Transport | Auto
     transport_reason: str
     pause: PauseMode
     cache: CachePolicy

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from ray_weightsync.config import transport_name
 from ray_weightsync.errors import RoundAborted
 from ray_weightsync.fleet.choosing import MemberFacts, SenderFacts, choose, member_of, out_of_reach
 from ray_weightsync.fleet.parts import Parts
+from ray_weightsync.fleet.replica import Replica
 from ray_weightsync.fleet.states import ReplicaState
 from ray_weightsync.fleet.values import Way
 
@@ -26,12 +29,18 @@ def way_of(parts: Parts, sender: SenderFacts) -> Way:
     members = [member_of(replica.engine) for replica in candidates if not stock or replica.engine.facts.is_stock in stock]
     if (asked := parts.settings.way) is not None:
         if (why := out_of_reach(asked.transport, sender, members)) is not None:
-            raise _no_way(parts, members, f"{asked.shown} does not reach these engines.", why)
-        return asked
+            raise _no_way(parts, members, f"transport={transport_name(asked.transport)!r} does not reach these engines.", why)
+        return replace(asked, stock=_stock_backend(candidates))
     choice = choose(sender, members, all_or_none=parts.settings.on_failure.after_start == "all_or_none")
     if choice.transport is None:
         raise _no_way(parts, members, "transport='auto' finds no way to these engines.", choice.why)
-    return Way(transport=choice.transport, reason=f"auto: {choice.why}")
+    return Way(transport=choice.transport, reason=f"auto: {choice.why}", stock=_stock_backend(candidates))
+
+
+def _stock_backend(candidates: Sequence[Replica]) -> str | None:
+    """The backend of vLLM's own that engines of a fleet were started on; None if those who serve have our worker side."""
+    needed = [replica for replica in candidates if replica.state not in BY_LEAVE] or candidates
+    return next((replica.engine.facts.backend for replica in needed if replica.engine.facts.is_stock), None)
 
 
 def _no_way(parts: Parts, members: Sequence[MemberFacts], what: str, why: str) -> RoundAborted:

@@ -29,6 +29,6 @@ def sender_facts(source: WeightSource) -> SenderFacts:
         node_id=ray.get_runtime_context().get_node_id(),
         device=(current or CPU) if device is None else DeviceFacts.from_wire(told_device(device)) or CPU,
         current=current,
-        nccl=has_nccl(),
-        vllm=is_installed("vllm"),
+        nccl=current is not None and has_nccl(),
+        vllm=current is not None and is_installed("vllm"),
     )

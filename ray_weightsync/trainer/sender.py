@@ -101,13 +101,13 @@ class SnapshotSender:
         if not (patched := is_patches(source)):
             source = as_source(source)  # which walks a whole module, and is not done twice
         way = self._way(source, patched)
-        if (live := self._live(way.transport)) is None:
+        if (live := self._live(way)) is None:
             return self._send(source, version, busy, way, None)
         with live:
             return self._send(source, version, busy, way, live)
 
     def _way(self, source: Any, patched: bool) -> Way:
-        """How this round goes. The coordinator is asked where a GPU here, and where engines are, have a say in it.
+        """How this round goes. The coordinator, which knows the engines, is asked unless it can only be by host memory.
 
         Raises:
             RoundAborted: if no transport reaches the engines, or not the one that was asked for.
@@ -119,18 +119,18 @@ class SnapshotSender:
             # The way on after a round of patches that failed, and for engines that hold no version yet.
             return Way(transport=self._settings.host, reason="all weights are sent, and this transport sends patches alone")
         facts = sender_facts(source)
-        if facts.current is None:
-            return asked or Way(transport=self._settings.host, reason=f"auto: {not_from_gpu(facts)}")
+        if asked is None and facts.current is None:
+            return Way(transport=self._settings.host, reason=f"auto: {not_from_gpu(facts)}")
         way: Way = self._link.ask("choose_transport", facts, limit_s=self._timeouts.connect_s)
         return way
 
-    def _live(self, transport: Transport) -> LiveSending | None:
+    def _live(self, way: Way) -> LiveSending | None:
         """How the bytes get straight to the engines in this round; None if by a snapshot."""
+        transport = way.transport
         if isinstance(transport, Collective):
-            stock: str | None = self._link.ask("stock_backend", limit_s=self._timeouts.connect_s)
-            if stock is None:
+            if way.stock is None:
                 return Broadcasting(self._link, transport, self._timeouts)
-            return self._relaying(transport, Native(stock), partial(stock_engine_maker, transport, self._timeouts))
+            return self._relaying(transport, Native(way.stock), partial(stock_engine_maker, transport, self._timeouts))
         if isinstance(transport, Native):
             return self._relaying(transport, transport, partial(self._engine_maker, transport))
         return None

@@ -6,7 +6,7 @@ complaint names the field and what was found there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 AGREE_LIMIT_S = 60.0
@@ -74,6 +74,12 @@ def limit_s(info: object) -> float:
 
 def _short(value: object) -> str:
     return repr(value)[:80] if isinstance(value, str | int | float) or value is None else type(value).__name__
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """The first ``most`` of ``names``, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def words_of(error: BaseException) -> str:

@@ -20,6 +20,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from ray_weightsync.worker.ledger import aliases_of, is_optional
+from ray_weightsync.worker.payload import listed
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ class LayerwiseReload:
         stale = self._layers_given_nothing() if every_layer else []
         if stale:
             self.flush()
-            raise RuntimeError(f"{_named(stale)} got no weights at all")
+            raise RuntimeError(f"{listed(stale, MAX_NAMED)} got no weights at all")
         try:
             if complete is None:
                 finalize_layerwise_reload(self._model, self._model_config)
@@ -147,9 +148,9 @@ class LayerwiseReload:
         """
         left = [name for name in self._names_on_meta() if name not in self._on_meta]
         if left:
-            raise RuntimeError(f"{_named(left)} was left without memory (on the meta device)")
+            raise RuntimeError(f"{listed(left, MAX_NAMED)} was left without memory (on the meta device)")
         if still_open := self._layers_open():
-            raise RuntimeError(f"the reload of {_named(still_open)} was left open")
+            raise RuntimeError(f"the reload of {listed(still_open, MAX_NAMED)} was left open")
 
     def _names_on_meta(self) -> list[str]:
         named = [*self._model.named_parameters(remove_duplicate=False), *self._model.named_buffers(remove_duplicate=False)]
@@ -184,8 +185,3 @@ def _take_expert_kernels(model: torch.nn.Module) -> list[tuple[Any, Any]]:
             found.append((method, kernel))
             method.moe_kernel = None
     return found
-
-
-def _named(names: list[str]) -> str:
-    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-    return ", ".join(names[:MAX_NAMED]) + more

@@ -5,7 +5,6 @@ Not yet run: no GPU was at hand.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,16 +19,6 @@ from ray_weightsync.trainer.facts import sender_facts
 pytestmark = [pytest.mark.gpu(last_run=None), pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 LIMIT_S = 120.0
-
-
-@pytest.fixture(scope="module")
-def own_ray() -> Iterator[None]:
-    ours = not ray.is_initialized()
-    if ours:
-        ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    yield
-    if ours:
-        ray.shutdown()
 
 
 def make_module() -> torch.nn.Module:

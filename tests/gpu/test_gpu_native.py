@@ -120,16 +120,6 @@ def trainer_with(**options: Any) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def own_ray() -> Iterator[None]:
-    ours = not ray.is_initialized()
-    if ours:
-        ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    yield
-    if ours:
-        ray.shutdown()
-
-
-@pytest.fixture(scope="module")
 def checkpoints(own_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     root: Path = tmp_path_factory.mktemp("checkpoints")
     paths = [support.tiny_llama(root / name, seed) for seed, name in enumerate(("a", "b"), start=1)]

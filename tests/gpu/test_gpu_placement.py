@@ -5,7 +5,6 @@ Not yet run: no GPU was at hand.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,16 +16,6 @@ import ray_weightsync as rws
 pytestmark = [pytest.mark.gpu(last_run=None), pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 LIMIT_S = 120.0
-
-
-@pytest.fixture(scope="module")
-def own_ray() -> Iterator[None]:
-    ours = not ray.is_initialized()
-    if ours:
-        ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    yield
-    if ours:
-        ray.shutdown()
 
 
 @ray.remote

@@ -37,6 +37,13 @@ class NativeDriver(Driver):
         named = {"round": self.round, "epoch": self.epoch}
         self.init({"op": "native", "backend": backend, "init_info": init_info, "limit_s": 30, **named, **fields})
 
+    def chosen_for(self, pairs: Pairs, backend: str, init_info: Any) -> Plan:
+        """The plan of ``pairs``, accepted, and a new round that a new backend is to carry."""
+        plan = plan_of(pairs)
+        self.preflight(plan)
+        self.choose(backend, init_info)
+        return plan
+
     def part(self, plan: Plan, update_info: Any, backend: str = "ipc", **fields: Any) -> None:
         named = {"round": self.round, "epoch": self.epoch, "plan": plan.digest}
         info = {"transport": "native", "backend": backend, "limit_s": 30, "update_info": update_info, **named, **fields}
@@ -129,9 +136,7 @@ def test_what_came_in_several_parts_is_attested_and_served_and_so_is_the_way_bac
 def test_parts_may_come_in_any_order_and_one_for_each_rank(
     native: NativeDriver, pairs_a: Pairs, pairs_b: Pairs, file_a: str, file_b: str, fresh_b: Tokens
 ) -> None:
-    plan = plan_of(pairs_b)
-    native.preflight(plan)
-    native.choose(init_info={})
+    plan = native.chosen_for(pairs_b, "ipc", {})
     given = parts(file_b, list(pairs_b)[::-1])
     native.session(plan, *([each] * native.world_size for each in given))
     assert native.verdict(pairs_b) == ""
@@ -140,9 +145,7 @@ def test_parts_may_come_in_any_order_and_one_for_each_rank(
 
 
 def test_other_bytes_than_were_sealed_are_refused_by_every_rank(native: NativeDriver, pairs_a: Pairs, pairs_b: Pairs, file_a: str) -> None:
-    plan = plan_of(pairs_b)
-    native.preflight(plan)
-    native.choose(init_info={})
+    plan = native.chosen_for(pairs_b, "ipc", {})
     native.session(plan, *parts(file_a, list(pairs_a)))
     told = native.verdict(pairs_b)
     wanted, came = weights_digest(pairs_b), weights_digest(pairs_a)
@@ -152,9 +155,7 @@ def test_other_bytes_than_were_sealed_are_refused_by_every_rank(native: NativeDr
 def test_half_of_the_tensors_is_refused_nothing_half_loaded_is_completed_and_both_ways_work_afterwards(
     native: NativeDriver, stage: Stage, pairs_a: Pairs, pairs_b: Pairs, file_a: str, file_b: str, tokens_a: Tokens, fresh_b: Tokens
 ) -> None:
-    plan = plan_of(pairs_b)
-    native.preflight(plan)
-    native.choose(init_info={})
+    plan = native.chosen_for(pairs_b, "ipc", {})
     native.session(plan, *parts(file_b, list(pairs_b)[::2]))
     assert f"{len(pairs_b) // 2} of {len(pairs_b)} tensors of the plan did not come" in native.verdict(pairs_b)
     assert native.leftovers() == []
@@ -173,9 +174,7 @@ def test_a_tensor_of_another_shape_than_the_plans_is_named_and_what_follows_it_i
 
     path = str(tmp_path / "wrong.safetensors")
     save_file(pairs_b | {LATE: pairs_b[LATE][:-1].clone()}, path)
-    plan = plan_of(pairs_b)
-    native.preflight(plan)
-    native.choose(init_info={})
+    plan = native.chosen_for(pairs_b, "ipc", {})
     native.session(plan, *parts(path, list(pairs_b)))
     told = native.verdict(pairs_b)
     assert f"{LATE!r} came as bfloat16 [255, 512], in the plan it is bfloat16 [256, 512]" in told
@@ -188,9 +187,7 @@ def test_receiving_that_fails_on_one_rank_keeps_replies_in_step_and_the_engine_c
     native: NativeDriver, pairs_b: Pairs, file_b: str, fresh_b: Tokens, who: str
 ) -> None:
     rank = 0 if who == "first" else native.world_size - 1
-    plan = plan_of(pairs_b)
-    native.preflight(plan)
-    native.choose(init_info={})
+    plan = native.chosen_for(pairs_b, "ipc", {})
     native.session(plan, *parts(file_b, list(pairs_b), raise_after={str(rank): 4}))
     told = native.verdict(pairs_b)
     assert [f"rank {each}: update_weights: RuntimeError: made to fail in receive" in told for each in range(native.world_size)] == [
@@ -243,9 +240,7 @@ def test_a_round_of_ours_takes_the_place_of_one_whose_backend_never_got_its_sess
 
 
 def test_an_update_of_another_backend_is_refused(native: NativeDriver, pairs_b: Pairs, file_b: str, fresh_b: Tokens) -> None:
-    plan = plan_of(pairs_b)
-    native.preflight(plan)
-    native.choose(init_info={})
+    plan = native.chosen_for(pairs_b, "ipc", {})
     native.session(plan, *parts(file_b, list(pairs_b), 1), backend="sparse_nccl")
     assert "this update is of backend 'sparse_nccl', the session was begun for 'ipc'" in native.verdict(pairs_b)
     assert "backend 'sparse_nccl' was to be used again, but this worker keeps a backend 'ipc'" in native.refuses("sparse_nccl")
@@ -282,9 +277,7 @@ def test_a_rank_that_cannot_join_is_named_its_model_is_whole_and_the_next_sessio
 def test_a_backend_that_loads_on_threads_of_its_own_serves_what_it_brought_and_attests_the_session_alone(
     native: NativeDriver, pairs_b: Pairs, file_b: str, fresh_b: Tokens
 ) -> None:
-    plan = plan_of(pairs_b)
-    native.preflight(plan)
-    native.choose("sharded_rdt", {})
+    plan = native.chosen_for(pairs_b, "sharded_rdt", {})
     native.session(plan, *parts(file_b, list(pairs_b)), backend="sharded_rdt")
     assert "nothing was received that could be attested" in native.verdict(pairs_b)
     assert native.verdict(pairs_b, attested=False) == ""
@@ -296,9 +289,7 @@ def test_a_backend_that_loads_on_threads_of_its_own_serves_what_it_brought_and_a
 def test_such_a_backend_that_fails_is_waited_for_before_its_session_is_flushed(
     native: NativeDriver, pairs_b: Pairs, file_b: str, fresh_b: Tokens
 ) -> None:
-    plan = plan_of(pairs_b)
-    native.preflight(plan)
-    native.choose("sharded_rdt", {})
+    plan = native.chosen_for(pairs_b, "sharded_rdt", {})
     native.session(plan, *parts(file_b, list(pairs_b), raise_after={"0": 5}), backend="sharded_rdt")
     assert "rank 0: update_weights: RuntimeError: made to fail in receive" in native.verdict(pairs_b, attested=False)
     assert native.leftovers() == []
@@ -308,9 +299,7 @@ def test_such_a_backend_that_fails_is_waited_for_before_its_session_is_flushed(
 def test_a_backend_that_writes_some_parameters_itself_and_loads_the_others_serves_both_also_after_a_round_of_ours(
     native: NativeDriver, stage: Stage, pairs_a: Pairs, pairs_b: Pairs, file_b: str, tokens_a: Tokens, fresh_b: Tokens
 ) -> None:
-    plan = plan_of(pairs_b)
-    native.preflight(plan)
-    native.choose("nccl_m2n", {"names": list(pairs_b)})
+    plan = native.chosen_for(pairs_b, "nccl_m2n", {"names": list(pairs_b)})
     for again in (True, False):
         native.session(plan, *parts(file_b, list(pairs_b)), backend="nccl_m2n")
         assert native.verdict(pairs_b, attested=False) == ""

@@ -9,6 +9,7 @@ import torch
 from ray_weightsync.weights.copying import hash_only
 from ray_weightsync.weights.digest import WeightsDigest
 from ray_weightsync.weights.plan import Plan
+from ray_weightsync.worker.payload import listed
 from ray_weightsync.worker.receiver import Received
 
 MAX_NAMED = 3
@@ -59,5 +60,4 @@ class Arrivals:
         names = [name for name in self._plan.names if name not in self._digests]
         if not names:
             return None
-        more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-        return f"{len(names)} of {len(self._specs)} tensors of the plan did not come: {', '.join(names[:MAX_NAMED])}{more}"
+        return f"{len(names)} of {len(self._specs)} tensors of the plan did not come: {listed(names, MAX_NAMED)}"

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import ray
 import torch
 
-from ray_weightsync.config import Native
+from ray_weightsync.config import Native, transport_name
 from ray_weightsync.errors import ConfigError
 from ray_weightsync.protocol.client import VLLMWeightSyncClient
 from ray_weightsync.transports.native.backends import traits
@@ -56,7 +56,7 @@ class VllmEngines:
             from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
         except ImportError as error:
             raise ConfigError(
-                f"transport 'native:{native.backend}' is vLLM's own trainer engine, and vLLM cannot be imported in the trainer ({error})",
+                f"transport {transport_name(native)!r} is vLLM's own trainer engine, and vLLM cannot be imported in the trainer ({error})",
                 hint="install the vLLM of the engines (0.28 or later) where weights are sent from, or choose 'host' or 'collective'",
             ) from error
         self._native = native
