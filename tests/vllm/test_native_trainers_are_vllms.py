@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ray_weightsync.config import Native
-from ray_weightsync.fleet.relay import own_init_info
+from ray_weightsync.fleet.shares import own_init_info
 from ray_weightsync.fleet.topology import Group, Shape, group_of
 from ray_weightsync.transports.native.backends import traits
 from ray_weightsync.transports.native.engine import OURS, VllmEngines, as_vllms, of_fleet

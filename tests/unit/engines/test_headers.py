@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from ray_weightsync.engines import told_headers
 from ray_weightsync.engines.headers import Headers, headers_from, headers_of, problems_of
 from ray_weightsync.weights.plan import ParamMeta, Plan
-from tests.unit.fleet.fakes import FakeEngine
+from tests.unit.fleet.fake_engine import FakeEngine
 
 HEADERS = Headers(tensors={"embed": ("bfloat16", (8, 4)), "norm": ("bfloat16", (4,))}, dtype="bfloat16")
 

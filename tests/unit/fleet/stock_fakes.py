@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ray_weightsync.protocol.channel import FINISH, INIT, SHUTDOWN, START, UPDATE
-from tests.unit.fleet.fakes import FakeEngine
+from tests.unit.fleet.fake_engine import FakeEngine
 
 
 class StockEngine(FakeEngine):

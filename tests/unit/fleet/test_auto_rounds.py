@@ -15,7 +15,8 @@ from ray_weightsync.errors import AttachError, RoundAborted
 from ray_weightsync.fleet.choosing import SenderFacts
 from ray_weightsync.fleet.values import Way
 from ray_weightsync.protocol.channel import FINISH, INIT, START, UPDATE
-from tests.unit.fleet.fakes import FakeEngine, FakeFleet, sealed
+from tests.unit.fleet.fake_engine import FakeEngine
+from tests.unit.fleet.fakes import FakeFleet, sealed
 from tests.unit.fleet.stock_fakes import StockEngine
 from tests.unit.fleet.test_broadcast_rounds import run
 

@@ -11,7 +11,8 @@ import pytest
 
 from ray_weightsync.config import Collective, Host, Timeouts
 from ray_weightsync.errors import FleetTorn, ReplicasLost, RoundAborted
-from tests.unit.fleet.fakes import QUICK, FakeEngine, FakeFleet, meeting_of
+from tests.unit.fleet.fake_engine import FakeEngine
+from tests.unit.fleet.fakes import QUICK, FakeFleet, meeting_of
 from tests.unit.fleet.test_sync_engines import SyncEngine
 
 ROUND = ["inspect", "see", "found", "found", "pause", "mark", "start", "update", "finish", "outcome", "commit", "count", "cache", "resume"]

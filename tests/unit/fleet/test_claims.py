@@ -16,7 +16,8 @@ from ray_weightsync.fleet.claims import Claims, HandOver, Holder, identity_of
 from ray_weightsync.fleet.cluster import Process
 from ray_weightsync.fleet.replica import Replica
 from ray_weightsync.fleet.states import ReplicaEvent, ReplicaState
-from tests.unit.fleet.fakes import FakeEngine, FakeKeys
+from tests.unit.fleet.fake_cluster import FakeKeys
+from tests.unit.fleet.fake_engine import FakeEngine
 
 
 class ControlPlane(FakeKeys):

@@ -12,7 +12,9 @@ import pytest
 from ray_weightsync.config import Host, Timeouts
 from ray_weightsync.errors import ConfigError, FleetTorn, ReplicasLost, RoundAborted
 from ray_weightsync.fleet.steps import StepFailed
-from tests.unit.fleet.fakes import ALIVE, PLAN, FakeEngine, FakeFleet, plan_of, sealed
+from tests.unit.fleet.fake_cluster import ALIVE
+from tests.unit.fleet.fake_engine import PLAN, FakeEngine
+from tests.unit.fleet.fakes import FakeFleet, plan_of, sealed
 
 
 def run(story: Callable[[], Awaitable[None]]) -> None:

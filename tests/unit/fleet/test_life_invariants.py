@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from ray_weightsync.config import FailurePolicy, Timeouts
 from ray_weightsync.errors import WeightSyncError
-from tests.unit.fleet.fakes import FakeEngine, FakeFleet
+from tests.unit.fleet.fake_engine import FakeEngine
+from tests.unit.fleet.fakes import FakeFleet
 from tests.unit.fleet.test_membership import resolved
 
 REPLICAS = 3

@@ -12,7 +12,8 @@ from ray_weightsync.engines.ref import EngineRef
 from ray_weightsync.engines.resolve import Engine
 from ray_weightsync.errors import AttachError, ConfigError, ReplicasLost, RoundAborted, SessionConflict, WeightSyncError
 from ray_weightsync.fleet.replica import Replica
-from tests.unit.fleet.fakes import FakeEngine, FakeFleet
+from tests.unit.fleet.fake_engine import FakeEngine
+from tests.unit.fleet.fakes import FakeFleet
 from tests.unit.fleet.test_repair import replica, state, with_one_fenced
 from tests.unit.fleet.test_rounds import run
 

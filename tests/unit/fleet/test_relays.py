@@ -9,7 +9,9 @@ import pytest
 
 from ray_weightsync.config import FailurePolicy, Host, Timeouts
 from ray_weightsync.errors import FleetTorn, ReplicasLost, RoundAborted
-from tests.unit.fleet.fakes import FakeEngine, FakeFleet, FakeStores, plan_of, sealed
+from tests.unit.fleet.fake_cluster import FakeStores
+from tests.unit.fleet.fake_engine import FakeEngine
+from tests.unit.fleet.fakes import FakeFleet, plan_of, sealed
 from tests.unit.fleet.test_membership import add, until
 from tests.unit.fleet.test_repair import replica, state
 from tests.unit.fleet.test_rounds import run

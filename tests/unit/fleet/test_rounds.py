@@ -10,7 +10,8 @@ import pytest
 
 from ray_weightsync.config import FailurePolicy, Host, Timeouts
 from ray_weightsync.errors import AttachError, ConfigError, FleetTorn, ReplicasLost, RoundAborted
-from tests.unit.fleet.fakes import PLAN, QUICK, FakeEngine, FakeFleet, plan_of, sealed
+from tests.unit.fleet.fake_engine import PLAN, FakeEngine
+from tests.unit.fleet.fakes import QUICK, FakeFleet, plan_of, sealed
 
 ROUND = ["inspect", "found", "found", "pause", "mark", "start", "update", "finish", "outcome", "commit", "count", "cache", "resume"]
 """What one engine is asked in a round: five trips, to an engine whose actor carries out chains."""

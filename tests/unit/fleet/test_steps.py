@@ -11,7 +11,8 @@ from ray_weightsync.fleet.replica import Replica
 from ray_weightsync.fleet.steps import Call, StepFailed, Timeline, chain
 from ray_weightsync.protocol.chain import Place
 from ray_weightsync.protocol.channel import FINISH, START, UPDATE
-from tests.unit.fleet.fakes import FakeEngine, FakeFleet
+from tests.unit.fleet.fake_engine import FakeEngine
+from tests.unit.fleet.fakes import FakeFleet
 from tests.unit.fleet.test_rounds import run
 
 LONG_S = 100.0

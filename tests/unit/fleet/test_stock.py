@@ -23,7 +23,8 @@ from ray_weightsync.fleet.states import ReplicaEvent, ReplicaState
 from ray_weightsync.fleet.steps import StepFailed, Timeline
 from ray_weightsync.fleet.stock import flush, missing_of, mixed, refused, ruined, served_by
 from ray_weightsync.protocol.channel import START, UPDATE
-from tests.unit.fleet.fakes import QUICK, FakeEngine, FakeFleet
+from tests.unit.fleet.fake_engine import FakeEngine
+from tests.unit.fleet.fakes import QUICK, FakeFleet
 from tests.unit.fleet.stock_fakes import StockEngine
 
 

@@ -13,7 +13,8 @@ from ray_weightsync.errors import ConfigError, FleetTorn, ReplicasLost, RoundAbo
 from ray_weightsync.fleet.replica import Replica
 from ray_weightsync.fleet.states import ReplicaState
 from ray_weightsync.protocol.channel import FINISH, INIT, START, UPDATE
-from tests.unit.fleet.fakes import FakeEngine, FakeFleet, sealed
+from tests.unit.fleet.fake_engine import FakeEngine
+from tests.unit.fleet.fakes import FakeFleet, sealed
 from tests.unit.fleet.stock_fakes import StockEngine
 from tests.unit.fleet.test_stock import run
 

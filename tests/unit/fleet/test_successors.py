@@ -11,7 +11,8 @@ import pytest
 from ray_weightsync.config import FailurePolicy, Host, Timeouts
 from ray_weightsync.errors import FleetTorn, ReplicasLost, RoundAborted, WeightSyncError
 from ray_weightsync.report import SyncReport
-from tests.unit.fleet.fakes import QUICK, FakeEngine, FakeFleet, plan_of, sealed
+from tests.unit.fleet.fake_engine import FakeEngine
+from tests.unit.fleet.fakes import QUICK, FakeFleet, plan_of, sealed
 from tests.unit.fleet.test_rounds import run
 
 PHASES = ("see", "judge", "plan", "pause", "mark", "start", "update", "finish", "outcome", "commit", "cache", "resume")

@@ -12,7 +12,8 @@ from ray_weightsync.config import Host, Timeouts
 from ray_weightsync.errors import FleetTorn, ReplicasLost, RoundAborted
 from ray_weightsync.protocol.chain import ChainOutcome, Place, Step
 from ray_weightsync.protocol.channel import IS_PAUSED, PAUSE, RESUME
-from tests.unit.fleet.fakes import PLAN, QUICK, FakeEngine, FakeFleet, sealed
+from tests.unit.fleet.fake_engine import PLAN, FakeEngine
+from tests.unit.fleet.fakes import QUICK, FakeFleet, sealed
 from tests.unit.fleet.test_rounds import run
 
 TURN = ["mark", "start", "update", "finish", "outcome", "commit", "count", "cache"]

@@ -17,7 +17,8 @@ from ray_weightsync.testing import in_coordinator
 from ray_weightsync.testing import victims as victims_module
 from ray_weightsync.testing.interceptor import SEAMS
 from ray_weightsync.testing.spec import FaultSpec
-from tests.unit.fleet.fakes import FakeEngine, FakeFleet
+from tests.unit.fleet.fake_engine import FakeEngine
+from tests.unit.fleet.fakes import FakeFleet
 from tests.unit.fleet.test_sync_engines import mixed
 
 BEFORE_START = ("preflight", "pause", "mark")
