@@ -30,7 +30,8 @@ bench: $(VENV)/.demo
 
 bench-cluster: $(VENV)/.demo
 	$(PIP) -e '.[bench]'
-	$(RUN) benchmarks/cluster.py --cpus --local-raylets 3 --engines 1 3 --megabytes 1 16 64 --out cluster.json
+	$(RUN) benchmarks/local_cluster.py --nodes 3 -- \
+		$(RUN) benchmarks/cluster.py --cpus --directory '$$RWS_SHM' --engines 1 3 --megabytes 1 16 64 --out cluster.json
 
 # torch is named first and pinned: left to itself, pip would fetch gigabytes of CUDA that no CPU test needs.
 $(VENV)/.demo: pyproject.toml constraints.txt

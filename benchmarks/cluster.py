@@ -3,7 +3,7 @@
 ::
 
     ray job submit --working-dir . -- python benchmarks/cluster.py --gpus --out /shared/weights.json
-    python benchmarks/cluster.py --cpus --local-raylets 3 --megabytes 1 16      # on one machine
+    python benchmarks/local_cluster.py --nodes 3 -- python benchmarks/cluster.py --cpus --directory '$RWS_SHM'     # on one machine
 
 Reserves places for trainers and engines, measures what their nodes and the link between them can do, then sends weights of several sizes
 to several numbers of engines by every transport in turn, warm. Writes all of it as JSON, and a plot; prints a table. What fails is
@@ -20,10 +20,8 @@ import json
 import logging
 import os
 import platform
-import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -38,9 +36,6 @@ import torch
 from cluster_report import FAILED, NOT_AVAILABLE, said
 
 import ray_weightsync as rws
-
-VARIABLE = "RWS_BENCHMARK_SHM"
-"""Where the raylets of this machine are told their own shared-memory directory."""
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -68,7 +63,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--link-megabytes", type=int, default=1024, help="sent to measure the link")
     parser.add_argument("--link-streams", type=int, default=4, help="TCP connections at once")
     parser.add_argument("--start-limit-s", type=float, default=600, help="seconds for engines to start")
-    parser.add_argument("--local-raylets", type=int, default=0, metavar="N", help="start a cluster of N nodes on this machine")
     parser.add_argument("--out", type=Path, default=Path("cluster.json"), help="the plot is put beside it")
     options = parser.parse_args(argv)
     if options.engine == "vllm":
@@ -91,48 +85,16 @@ def env_pair(text: str) -> tuple[str, str]:
 
 
 @contextlib.contextmanager
-def connected(options: argparse.Namespace) -> Iterator[None]:
+def connected() -> Iterator[None]:
     """Connect to the job's cluster; without one, to one that is started here and ended with the benchmark."""
     try:
-        if options.local_raylets:
-            with local_raylets(options.local_raylets, num_cpus=max(options.engines) + options.trainers) as address:
-                options.directory = f"${VARIABLE}"
-                try:
-                    ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
-                    yield
-                finally:
-                    ray.shutdown()
-        elif os.environ.get("RAY_ADDRESS"):
+        if os.environ.get("RAY_ADDRESS"):
             ray.init(log_to_driver=False)
-            yield
         else:
             ray.init("local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-            yield
+        yield
     finally:
         ray.shutdown()
-
-
-@contextlib.contextmanager
-def local_raylets(count: int, *, num_cpus: int) -> Iterator[str]:
-    """Nodes on this machine, each with a shared-memory directory of its own, as machines have; yields the cluster's address."""
-    from ray.cluster_utils import Cluster
-
-    directories = [tempfile.mkdtemp(prefix="rws-benchmark-", dir="/dev/shm") for _ in range(count)]
-    cluster = Cluster()
-    try:
-        for directory in directories:
-            cluster.add_node(
-                num_cpus=num_cpus,
-                env_vars={VARIABLE: directory},
-                object_store_memory=1 << 30,
-                include_dashboard=False,
-                dashboard_agent_listen_port=None,  # any free one
-            )
-        yield str(cluster.address)
-    finally:
-        cluster.shutdown()
-        for directory in directories:
-            shutil.rmtree(directory)
 
 
 def versions() -> dict[str, str | None]:
@@ -186,13 +148,17 @@ def run(options: argparse.Namespace) -> int:
             print(cluster_report.line(measured), flush=True)
     print(cluster_report.table(document["measurements"]))
     print(f"written: {options.out.resolve()}")
-    image = options.out.with_suffix(".png")
+    print(drawn(document, options.out.with_suffix(".png")))
+    return int(any(each["status"] == FAILED for each in document["measurements"]))
+
+
+def drawn(document: dict[str, Any], image: Path) -> str:
+    """Draw the plot, and say where it is; or why there is none."""
     try:
         cluster_report.plot(document, image)
-        print(f"written: {image.resolve()}")
     except ImportError as error:
-        print(f"no plot: {error}; pip install 'ray_weightsync[bench]'")
-    return int(any(each["status"] == FAILED for each in document["measurements"]))
+        return f"no plot: {error}; pip install 'ray_weightsync[bench]'"
+    return f"written: {image.resolve()}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -200,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # a stopped job ends what it started
     for module in (cluster_fleet, cluster_probes):
         ray.cloudpickle.register_pickle_by_value(module)  # workers on other nodes need not find this folder
-    with connected(options):
+    with connected():
         return run(options)
 
 

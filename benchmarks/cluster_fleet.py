@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 import torch
-from cluster_report import FAILED, MEASURED, NOT_AVAILABLE, Case, measurement, round_row, said, transports
+from cluster_report import FAILED, MEASURED, NOT_AVAILABLE, Case, NotAvailable, amiss, measurement, refused, round_row, said, transports
 
 import ray_weightsync as rws
 from ray_weightsync.fleet.topology import Shape, group_of
@@ -102,31 +102,62 @@ class Fleet:
         """The rank table, and ``rounds`` rounds of a transport, after some that are not told.
 
         Raises:
-            ConfigError: if these engines cannot receive by it.
-            WeightSyncError: as of ``attach`` and ``send_weights``; also when a single replica is lost.
+            NotAvailable: if these engines cannot receive by it.
+            WeightSyncError: as of ``attach`` and ``send_weights``.
+            RuntimeError: if a round was not what is to be measured.
         """
         if isinstance(transport, rws.Native) and not self._has_backends:
-            raise rws.ConfigError(f"{name} is one of vLLM's own backends, which need GPUs: --gpus --engine vllm")
+            raise NotAvailable(f"{name} is one of vLLM's own backends, which need GPUs: --gpus --engine vllm")
         no_healing = rws.FailurePolicy(auto_heal=False)
         with rws.WeightSync.attach(self.engines, trainers=self.trainers[:1], transport=transport, on_failure=no_healing) as sync:
             shapes = [Shape(id=replica.id, world_size=replica.world_size) for replica in sync.status().replicas]
-            rows = []
-            for number in range(-warm_up, rounds):
-                ray.get([trainer.step.remote() for trainer in self.trainers], timeout=CALL_LIMIT_S)
-                began = time.perf_counter()
-                report = sync.send_weights(version=f"{name} {number}")
-                wall_s = time.perf_counter() - began
-                if len(report.committed) < self._count:
-                    raise RuntimeError(f"only {', '.join(report.committed) or 'no replica'} of {self._count} took part: {report}")
-                if number >= 0:
-                    rows.append(round_row(report, wall_s))
+            rows = send_rounds(sync, name, engines=self._count, change=self._step, warm_up=warm_up, rounds=rounds)
             return group_of(shapes).table(), rows
+
+    def _step(self) -> None:
+        ray.get([trainer.step.remote() for trainer in self.trainers], timeout=CALL_LIMIT_S)
 
     def close(self) -> None:
         """End them. Idempotent."""
         actors, self.trainers, self.engines = (*self.trainers, *self.engines), [], []
         for actor in actors:
             ray.kill(actor)
+
+
+def send_rounds(
+    sync: rws.WeightSync, name: str, *, engines: int, change: Callable[[], None], warm_up: int, rounds: int
+) -> list[dict[str, Any]]:
+    """Rounds of a session whose engines have not received by this transport before.
+
+    Args:
+        sync: The session.
+        name: The transport's, from `transports`.
+        engines: How many there are.
+        change: Gives the trainers other weights.
+        warm_up: Rounds before, which are not told.
+        rounds: Those that are told.
+
+    Raises:
+        NotAvailable: if the first one is refused before an engine was touched.
+        WeightSyncError: as of ``send_weights``.
+        RuntimeError: if a round was not what is to be measured.
+    """
+    rows = []
+    for number in range(-warm_up, rounds):
+        change()
+        began = time.perf_counter()
+        try:
+            report = sync.send_weights(version=f"{name} {number}")
+        except Exception as error:
+            if number == -warm_up and refused(error):
+                raise NotAvailable(said(error)) from error
+            raise
+        wall_s = time.perf_counter() - began
+        if (why := amiss(report, name, engines)) is not None:
+            raise RuntimeError(why)
+        if number >= 0:
+            rows.append(round_row(report, wall_s))
+    return rows
 
 
 def measure_size(
@@ -159,8 +190,8 @@ def measure_size(
                 continue
             try:
                 ranks, rows = fleet.rounds(case.transport, by_name[case.transport], warm_up=options.warm_up, rounds=options.rounds)
-            except rws.ConfigError as error:
-                yield told(NOT_AVAILABLE, reason=said(error))
+            except NotAvailable as error:
+                yield told(NOT_AVAILABLE, reason=str(error))
             except Exception as error:  # whatever it is, it belongs to this measurement
                 logger.exception("%s failed", case)
                 fleet.close()

@@ -14,9 +14,18 @@ import ray_weightsync as rws
 SCHEMA = 1
 """Grows when a key of the document gets another meaning."""
 
-VLLM_BACKENDS = ("ipc", "nccl", "sparse_nccl", "sharded_rdt", "nccl_m2n")
+VLLM_BACKENDS = ("ipc", "nccl", "nccl_m2n")
+"""Those that send whole weights to engines in places. ``sparse_nccl`` sends patches alone; the workers of ``sharded_rdt`` are actors of
+vLLM's own, and the GPUs of a place are the engine actor's."""
 
 MEASURED, FAILED, NOT_AVAILABLE = "measured", "failed", "not available"
+
+BEFORE_ENGINES = ("open", "preflight")
+"""Phases of a round in which no engine is touched."""
+
+
+class NotAvailable(Exception):
+    """The engines cannot receive by a transport, in words. They are as they were."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +72,32 @@ def cases(
         (layout, count): {size: [Case(layout=layout, engines=count, megabytes=size, transport=name) for name in chosen] for size in sizes}
         for layout, count in itertools.product(layouts, engines)
     }
+
+
+def refused(error: BaseException) -> bool:
+    """Whether what the first round of a transport ended with says that it does not fit these engines.
+
+    That is found from what is known of them: what ended with a call that failed or took too long has a limit, and may go another time.
+    A package that is missing is found before a round begins.
+    """
+    if isinstance(error, rws.RoundAborted):
+        return error.phase in BEFORE_ENGINES and error.limit_s is None
+    return isinstance(error, rws.ConfigError | ModuleNotFoundError)
+
+
+def amiss(report: rws.SyncReport, transport: str, engines: int) -> str | None:
+    """Why a round that ended well is not the one that was to be measured; None if it is.
+
+    Args:
+        report: The round's.
+        transport: A name from `transports`.
+        engines: How many were to receive.
+    """
+    if report.transport != transport.partition("+")[0]:
+        return f"this round went by {report.transport}: {report.transport_reason}"
+    if len(report.committed) < engines:
+        return f"only {', '.join(report.committed) or 'no replica'} of {engines} took part: {report}"
+    return "nothing was sent: the engines had these weights" if report.repeated else None
 
 
 # --- statistics ---------------------------------------------------------------------------------------------------------------
@@ -141,7 +176,9 @@ def _order(phase: str) -> int:
 
 
 def said(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+    """The error's name and words; of one that a Ray actor raised, without Ray's traceback around them."""
+    told = getattr(error, "cause", None) or error
+    return f"{type(told).__name__}: {told}"
 
 
 # --- the document -------------------------------------------------------------------------------------------------------------

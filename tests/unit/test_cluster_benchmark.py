@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import re
+import struct
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import RayTaskError
 
 import ray_weightsync as rws
 from ray_weightsync.report import ReplicaReport
@@ -28,7 +31,8 @@ def scripts() -> Iterator[SimpleNamespace]:
     """The modules beside the script, which find each other as they do when it is run."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     try:
-        yield SimpleNamespace(**{name: importlib.import_module(f"cluster_{name}") for name in ("report", "fleet", "probes")})
+        parts = {name: importlib.import_module(f"cluster_{name}") for name in ("report", "fleet", "probes")}
+        yield SimpleNamespace(script=importlib.import_module("cluster"), **parts)
     finally:
         sys.path.remove(str(ROOT / "benchmarks"))
 
@@ -185,10 +189,10 @@ def test_a_transport_that_failed_costs_its_engines_and_the_next_one_gets_new_one
     assert [(fleet.used, fleet.closed) for fleet in fleets] == [(["collective"], 1), (["native:ipc", "host"], 1)]
 
 
-def test_a_transport_that_the_library_does_not_carry_is_told_with_its_reason(
+def test_a_transport_that_does_not_fit_is_told_with_its_reason_and_the_engines_are_kept(
     scripts: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    results, fleets = told(scripts, monkeypatch, **{"native:ipc": rws.ConfigError("not in this version")})
+    results, fleets = told(scripts, monkeypatch, **{"native:ipc": scripts.report.NotAvailable("ConfigError: not in this version")})
     assert results == [("measured", None), ("not available", "ConfigError: not in this version"), ("measured", None)]
     assert [(fleet.used, fleet.closed) for fleet in fleets] == [(["collective", "native:ipc", "host"], 1)]
 
@@ -197,3 +201,111 @@ def test_engines_that_do_not_start_are_not_started_for_every_transport(scripts: 
     results, fleets = told(scripts, monkeypatch, start=rws.AttachError("no memory"))
     assert results == [("failed", "AttachError: no memory")] * 3
     assert len(fleets) == 1
+
+
+REFUSED = {
+    "ipc to another GPU, a collective on the trainer's own": rws.RoundAborted("no way", phase="open"),
+    "two engines of nccl_m2n": rws.RoundAborted("no ranks", phase="preflight"),
+    "vLLM is missing in the trainer": rws.ConfigError("no vLLM"),
+    "nccl4py is missing in the trainer": RayTaskError(
+        "rws_send_weights", "a traceback", ModuleNotFoundError("No module named 'nccl'")
+    ).as_instanceof_cause(),
+}
+BROKEN = {
+    "an engine died": rws.RoundAborted("r1 is gone", phase="preflight", elapsed_s=0.1, limit_s=60),
+    "an engine did not answer": rws.RoundAborted("no answer", phase="preflight", elapsed_s=60, limit_s=60),
+    "the round before does not end": rws.RoundAborted("in progress", phase="open", elapsed_s=9, limit_s=9),
+    "it was paused already": rws.RoundAborted("no pause", phase="pause"),
+    "torn": rws.FleetTorn("torn", phase="preflight"),
+    "Ray": RayTaskError("send", "a traceback", ValueError("no")).as_instanceof_cause(),
+}
+
+
+class FakeSync:
+    """Stands for a session: each round ends as it is told."""
+
+    def __init__(self, *ends: Exception | rws.SyncReport) -> None:
+        self.ends, self.versions = list(ends), list[str]()
+
+    def send_weights(self, *, version: str) -> rws.SyncReport:
+        self.versions.append(version)
+        end = self.ends.pop(0)
+        if isinstance(end, Exception):
+            raise end
+        return end
+
+
+def sent(scripts: SimpleNamespace, *ends: Exception | rws.SyncReport, name: str = "host", engines: int = 1) -> tuple[FakeSync, Any]:
+    """Rounds that end so, the first one not told."""
+    sync = FakeSync(*ends)
+    return sync, scripts.fleet.send_rounds(sync, name, engines=engines, change=lambda: None, warm_up=1, rounds=len(ends) - 1)
+
+
+def test_rounds_are_told_without_the_first_ones_under_versions_of_their_own(scripts: SimpleNamespace) -> None:
+    sync, rows = sent(scripts, sync_report(), sync_report(), sync_report(2.0), name="host+overlap")
+    assert [row["total_s"] for row in rows] == [1.0, 2.0]
+    assert len(set(sync.versions)) == 3
+
+
+@pytest.mark.parametrize("error", REFUSED.values(), ids=REFUSED)
+def test_what_is_refused_before_an_engine_is_touched_is_not_available(scripts: SimpleNamespace, error: Exception) -> None:
+    with pytest.raises(scripts.report.NotAvailable) as caught:
+        sent(scripts, error, sync_report())
+    assert "traceback" not in str(caught.value)
+    assert str(caught.value).startswith(type(getattr(error, "cause", error)).__name__)
+
+
+@pytest.mark.parametrize("error", REFUSED.values(), ids=REFUSED)
+def test_what_is_refused_after_a_round_has_failed(scripts: SimpleNamespace, error: Exception) -> None:
+    with pytest.raises(type(error)):
+        sent(scripts, sync_report(), error)
+
+
+@pytest.mark.parametrize("error", BROKEN.values(), ids=BROKEN)
+def test_what_breaks_has_failed_in_the_first_round_too(scripts: SimpleNamespace, error: Exception) -> None:
+    with pytest.raises(type(error)):
+        sent(scripts, error, sync_report())
+
+
+@pytest.mark.parametrize(
+    ("fields", "engines", "why"),
+    [
+        ({"transport": "host", "transport_reason": "patches alone"}, 1, "this round went by host: patches alone"),
+        ({"transport": "native:nccl"}, 2, "only r0 of 2 took part"),
+        ({"transport": "native:nccl", "repeated": True}, 1, "nothing was sent"),
+    ],
+)
+def test_a_round_by_another_transport_to_fewer_engines_or_without_bytes_has_failed(
+    scripts: SimpleNamespace, fields: dict[str, Any], engines: int, why: str
+) -> None:
+    with pytest.raises(RuntimeError, match=why):
+        sent(scripts, dataclasses.replace(sync_report(), **fields), name="native:nccl", engines=engines)
+
+
+def test_only_backends_that_can_be_measured_are_among_the_transports(scripts: SimpleNamespace) -> None:
+    backends = {each.backend for each in scripts.report.transports().values() if isinstance(each, rws.Native)}
+    assert backends == {"ipc", "nccl", "nccl_m2n"}, "neither patches of weights, nor what needs engines that are started in another way"
+
+
+def test_the_plot_shows_rates_and_phases_of_what_was_measured(scripts: SimpleNamespace, tmp_path: Path) -> None:
+    document = scripts.report.document(started="now", arguments={}, versions={}, nodes=[])
+    failed = scripts.report.measurement(case(scripts, "collective"), "failed", reason="torn")
+    image = tmp_path / "cluster.png"
+    empty = scripts.script.drawn(document | {"measurements": [failed]}, image), image.stat().st_size
+    assert empty[0] == f"written: {image}"
+    document["measurements"] += [failed, measured(scripts, 0.5, 1.0, link=yardstick(1.0)), measured(scripts, 2.0, transport="native:ipc")]
+    assert scripts.script.drawn(document, image) == f"written: {image}"
+    written = image.read_bytes()
+    assert written.startswith(b"\x89PNG\r\n\x1a\n")
+    assert struct.unpack(">II", written[16:24]) == (1920, 840)
+    assert len(written) > empty[1] + 10_000, "there are lines, bars and a legend in it"
+
+
+def test_without_matplotlib_the_plot_is_left_out_and_how_to_get_it_is_said(
+    scripts: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    told = scripts.script.drawn(scripts.report.document(started="now", arguments={}, versions={}, nodes=[]), tmp_path / "cluster.png")
+    assert told.startswith("no plot: ")
+    assert told.endswith("pip install 'ray_weightsync[bench]'")
+    assert not list(tmp_path.iterdir())
