@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import importlib
 import json
@@ -19,6 +20,9 @@ from ray.exceptions import RayTaskError
 
 import ray_weightsync as rws
 from ray_weightsync.report import ReplicaReport
+from tests.unit.fleet.fakes import FakeFleet as FakeCoordinated
+from tests.unit.fleet.fakes import FakeTrainerEngine
+from tests.unit.fleet.test_auto_rounds import SENDER, Placed
 
 ROOT = Path(__file__).parents[2]
 SIZE = 4 << 20
@@ -267,6 +271,32 @@ def test_what_breaks_has_failed_in_the_first_round_too(scripts: SimpleNamespace,
         sent(scripts, error, sync_report())
 
 
+def caught_from(transport: Any, *uuids: str, fault: str | None = None) -> rws.RoundAborted:
+    """What a coordinator ends the first round with whose engines are on these GPUs."""
+
+    async def story() -> None:
+        fleet = FakeCoordinated(len(uuids), transport=transport)
+        fleet.engines = [Placed(f"r{index}", uuid) for index, uuid in enumerate(uuids)]
+        await fleet.attach()
+        if fault is not None:
+            fleet.engines[-1].faults["inspect"] = fault
+        fleet.coordinator.choose_transport(SENDER)
+        await fleet.relay(1, engine=FakeTrainerEngine(transport.backend))
+
+    with pytest.raises(rws.RoundAborted, match="Nothing changed") as caught:
+        asyncio.run(asyncio.wait_for(story(), 30))
+    return caught.value
+
+
+def test_the_coordinators_refusals_are_told_from_its_failures(scripts: SimpleNamespace) -> None:
+    refused = scripts.report.refused
+    assert refused(caught_from(rws.Native("ipc"), "mine", "a"))
+    assert refused(caught_from(rws.Collective(), "a", "mine"))
+    assert refused(caught_from(rws.Native("nccl_m2n"), "a", "b"))
+    assert not refused(caught_from(rws.Native("nccl"), "a", "b", fault="die"))
+    assert not refused(caught_from(rws.Native("nccl"), "a", "b", fault="raise"))
+
+
 @pytest.mark.parametrize(
     ("fields", "engines", "why"),
     [
@@ -287,18 +317,44 @@ def test_only_backends_that_can_be_measured_are_among_the_transports(scripts: Si
     assert backends == {"ipc", "nccl", "nccl_m2n"}, "neither patches of weights, nor what needs engines that are started in another way"
 
 
-def test_the_plot_shows_rates_and_phases_of_what_was_measured(scripts: SimpleNamespace, tmp_path: Path) -> None:
+def test_the_plot_shows_rates_and_phases_of_what_was_measured(
+    scripts: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from matplotlib import pyplot
+
+    drawn: list[Any] = []
+    monkeypatch.setattr(pyplot, "close", drawn.append)
     document = scripts.report.document(started="now", arguments={}, versions={}, nodes=[])
-    failed = scripts.report.measurement(case(scripts, "collective"), "failed", reason="torn")
+    document["measurements"] += [
+        measured(scripts, 0.5, 1.0, link=yardstick(1.0)),
+        scripts.report.measurement(case(scripts, "collective"), "failed", reason="torn"),
+        measured(scripts, 2.0, transport="native:ipc"),
+    ]
     image = tmp_path / "cluster.png"
-    empty = scripts.script.drawn(document | {"measurements": [failed]}, image), image.stat().st_size
-    assert empty[0] == f"written: {image}"
-    document["measurements"] += [failed, measured(scripts, 0.5, 1.0, link=yardstick(1.0)), measured(scripts, 2.0, transport="native:ipc")]
     assert scripts.script.drawn(document, image) == f"written: {image}"
     written = image.read_bytes()
     assert written.startswith(b"\x89PNG\r\n\x1a\n")
     assert struct.unpack(">II", written[16:24]) == (1920, 840)
-    assert len(written) > empty[1] + 10_000, "there are lines, bars and a legend in it"
+
+    monkeypatch.undo()
+    (figure,) = drawn
+    pyplot.close(figure)
+    rates, seconds = figure.axes
+    cases = ["host, 2 (separate)", "native:ipc, 2 (separate)"]
+    assert set(rates.get_legend_handles_labels()[1]) == {*cases, "link"}, "and no memcpy: it was not measured"
+    (points,) = [each.lines[0].get_xydata().tolist() for each in rates.containers if each.get_label() == cases[0]]
+    assert points == [[4.0, pytest.approx((SIZE / 0.5e9 + SIZE / 1e9) / 2)]]
+    assert [each.get_text() for each in seconds.get_yticklabels()] == cases
+    assert set(seconds.get_legend_handles_labels()[1]) == {*PHASES_S, "round"}
+    widths = {each.get_label(): [bar.get_width() for bar in each] for each in seconds.containers}
+    assert widths == {phase: pytest.approx([value] * 2) for phase, value in PHASES_S.items()}
+
+
+def test_with_nothing_measured_the_plot_is_empty_and_no_error(scripts: SimpleNamespace, tmp_path: Path) -> None:
+    image = tmp_path / "cluster.png"
+    empty = scripts.report.document(started="now", arguments={}, versions={}, nodes=[])
+    assert scripts.script.drawn(empty, image) == f"written: {image}"
+    assert image.stat().st_size > 1000
 
 
 def test_without_matplotlib_the_plot_is_left_out_and_how_to_get_it_is_said(
