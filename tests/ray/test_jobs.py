@@ -29,7 +29,7 @@ def directories() -> set[str]:
 def cluster() -> Iterator[dict[str, str]]:
     """Three raylets, to which jobs are submitted; yields the environment that finds them. Nothing of them stays."""
     before = directories()
-    found = 'echo "$RAY_ADDRESS $RAY_API_SERVER_ADDRESS"; exec cat'  # until its input is closed
+    found = 'echo "found $RAY_ADDRESS $RAY_API_SERVER_ADDRESS"; exec cat'  # until its input is closed
     starter = subprocess.Popen(
         [sys.executable, "benchmarks/local_cluster.py", "--nodes", "3", "--cpus", "11", "--", "sh", "-c", found],
         cwd=REPOSITORY,
@@ -40,9 +40,9 @@ def cluster() -> Iterator[dict[str, str]]:
     )
     try:
         assert starter.stdout is not None
-        said = [line.split() for line in iter(starter.stdout.readline, "") if line.startswith("127.")][:1]  # ends with the process
-        assert said, "the cluster did not start"
-        yield {"RAY_ADDRESS": said[0][0], "RAY_API_SERVER_ADDRESS": said[0][1]}
+        said = next((line.split() for line in starter.stdout if line.startswith("found ")), None)  # it ends with the process
+        assert said is not None, "the cluster did not start"
+        yield {"RAY_ADDRESS": said[1], "RAY_API_SERVER_ADDRESS": said[2]}
     finally:
         try:
             starter.communicate(timeout=60)
@@ -75,7 +75,7 @@ def test_a_job_ends_with_the_jobs_status(cluster: dict[str, str]) -> None:
 def test_the_benchmark_measures_host_and_collective_between_three_nodes(cluster: dict[str, str], tmp_path: Path) -> None:
     out = tmp_path / "cluster.json"
     sizes = ("--megabytes", "1", "--rounds", "1", "--warm-up", "1", "--link-megabytes", "16")
-    directory = ("--directory", r"\$RWS_SHM")  # Ray has a shell on the head start the job, which is not to put its own there
+    directory = ("--directory", "$RWS_SHM")
     # Ten engines have no node each: that is recorded, and three are measured.
     status, told = submit(cluster, "benchmarks/cluster.py", "--cpus", "--engines", "10", "3", *sizes, *directory, "--out", str(out))
     assert status == 1, told
