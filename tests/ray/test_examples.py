@@ -1,4 +1,4 @@
-"""The examples end with status 0, each in a process and on a cluster of its own, as a user runs them."""
+"""The examples end with status 0, run as a user runs them: in a process of their own, or as jobs of a cluster."""
 
 from __future__ import annotations
 
@@ -31,18 +31,7 @@ def test_the_demo_proves_its_result() -> None:
     assert [f"round {number}:" in told for number in range(1, 6)] == [True] * 5
 
 
-def test_placed_trainers_and_engines_are_grouped_and_synchronised() -> None:
-    told = run(sys.executable, "examples/placement.py", env={"RAY_ADDRESS": ""})
-    placed = next(line for line in told.splitlines() if line.startswith("placed: "))
-    assert re.findall(r"(trainer|engine) (\d) node [0-9a-f]{8}", placed) == [
-        *(("trainer", str(index)) for index in range(2)),
-        *(("engine", str(index)) for index in range(3)),
-    ]
-    assert "group of 4: 0 sender | 1 r0 | 2 r1 | 3 r2" in told
-    assert "every output equals the trainers'" in told
-
-
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """A Ray cluster with a dashboard, which jobs are submitted to; yields the environment that finds it."""
     with contextlib.ExitStack() as sockets:
@@ -80,15 +69,30 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
             head.stdout.close()
 
 
-def test_the_job_ends_with_the_jobs_status(cluster: dict[str, str]) -> None:
-    submit = (sys.executable, "-m", "ray.scripts.scripts", "job", "submit", "--working-dir", ".", "--", sys.executable, "examples/job.py")
+def run_as_job(example: str, cluster: dict[str, str]) -> str:
+    submit = (sys.executable, "-m", "ray.scripts.scripts", "job", "submit", "--working-dir", ".", "--", sys.executable, example)
     deadline = time.monotonic() + LIMIT_S
     while True:
         try:
-            told = run(*submit, env=cluster)
-            break
+            return run(*submit, env=cluster)
         except AssertionError as error:  # a young cluster takes a while to find the agent that starts jobs, and says only this
             if "No available agent" not in str(error) or time.monotonic() > deadline:
                 raise
+
+
+def test_the_job_ends_with_the_jobs_status(cluster: dict[str, str]) -> None:
+    told = run_as_job("examples/job.py", cluster)
     assert "every output equals the trainer's" in told
+    assert "succeeded" in told
+
+
+def test_a_job_places_trainers_and_engines_groups_them_and_broadcasts_to_the_group(cluster: dict[str, str]) -> None:
+    told = run_as_job("examples/placement.py", cluster)
+    placed = next(line for line in told.splitlines() if line.startswith("placed: "))
+    assert re.findall(r"(trainer|engine) (\d) node [0-9a-f]{8}", placed) == [
+        *(("trainer", str(index)) for index in range(2)),
+        *(("engine", str(index)) for index in range(3)),
+    ]
+    assert told.count("by collective, group of 4: 0 sender | 1 r0 | 2 r1 | 3 r2") == 3
+    assert "every output equals the trainers'" in told
     assert "succeeded" in told
