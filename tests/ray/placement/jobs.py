@@ -108,7 +108,7 @@ def wait_for_states(wanted: dict[str, int], within_s: float) -> float:
 def begin_losing_a_node(node_id: str, size: int) -> tuple[str, ...]:
     """A trainer and an engine share ``size`` GPUs of a node, of which somebody has the first; the GPUs."""
     there = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    other: Any = Process.options(num_gpus=1, scheduling_strategy=there).remote()
+    other: Any = Process.options(num_cpus=0, num_gpus=1, scheduling_strategy=there).remote()
     ray.get(other.told.remote(), timeout=LIMIT_S)
     placed = rws.placement.reserve(trainers=1, engines=1, tensor_parallel_size=size, layout="colocated", timeout_s=LIMIT_S)
     KEPT.append(placed)
