@@ -137,13 +137,6 @@ def go_on_where_ray_put_it() -> tuple[dict[str, Any], dict[str, Any], list[dict[
         return where(place), ray.get(actor.told.remote(), timeout=LIMIT_S), [where(trainer) for trainer in placed.trainers]
 
 
-def wait_for_nodes(count: int) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while sum(node["Alive"] for node in ray.nodes()) != count:
-        assert time.monotonic() < deadline, ray.nodes()
-        time.sleep(0.05)
-
-
 def make_module() -> torch.nn.Module:
     return torch.nn.Linear(4, 2)
 

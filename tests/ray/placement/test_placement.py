@@ -130,6 +130,7 @@ def test_a_session_spawns_into_the_places_and_a_new_engine_comes_to_the_place_of
     assert told["mine"] == "yes"
 
 
+# The last one here that uses the raylets: it leaves one more, since Ray takes 10 s to notice that a node is gone.
 def test_the_place_of_a_lost_node_is_vacant_on_the_next_one_with_the_gpus_that_it_has_there(three: Raylets, driver: Driver) -> None:
     lost = three.add(Node(num_cpus=CPUS, num_gpus=GPUS + 2))
     assert driver.call(jobs.begin_losing_a_node, lost, GPUS + 1) == ("1", "2", "3")
@@ -141,8 +142,6 @@ def test_the_place_of_a_lost_node_is_vacant_on_the_next_one_with_the_gpus_that_i
     assert (place["node_id"], place["gpu_ids"]) == (found, ("0", "1", "2"))
     assert (told["node_id"], told["env"]["CUDA_VISIBLE_DEVICES"]) == (found, "0,1,2")
     assert [each["node_id"] for each in trainers] == [found]
-    three.kill(found)
-    driver.call(jobs.wait_for_nodes, NUM_NODES)
 
 
 @pytest.mark.parametrize(
