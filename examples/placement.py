@@ -1,8 +1,9 @@
-"""Trainers and engines in places that were reserved for them: `python examples/placement.py`, or as a Ray job on a cluster.
+"""Trainers and engines placed, grouped and synchronised: `ray job submit --working-dir . -- python examples/placement.py`.
 
-Two data-parallel trainers and three engines get their CPUs in one piece, or an error says at once what the cluster lacks. The ranks that
-a broadcast group over all of them would have are printed, then three training steps reach every engine. Status 0 when every engine
-answered with the trainer's output after every step, 1 otherwise. On a cluster with GPUs, ``gpus=True`` is the only change to the call.
+Two data-parallel trainers and three engines get their CPUs in one piece, or an error says at once what the cluster lacks. After each of
+three training steps the first trainer broadcasts the weights to a group of itself and all engines, whose ranks are printed. Status 0 when
+every engine answered with the trainer's output after every step, 1 otherwise. On a cluster with GPUs say ``gpus=True`` and put the models
+on them: the broadcast is then NCCL's instead of gloo's. Without a cluster, `python examples/placement.py` starts Ray itself.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import ray
 import torch
 
 import ray_weightsync as rws
-from ray_weightsync.fleet.topology import Shape, group_of
 
 TRAINERS, ENGINES, STEPS = 2, 3, 3
 
@@ -61,8 +61,7 @@ def main() -> int:
         print(f"placed: {placed}")
         trainers = [Trainer.options(**place.options()).remote(place.index) for place in placed.trainers]
         spec = rws.TorchEngineSpec(make_model, num_replicas=ENGINES, placement=placed)
-        with rws.WeightSync.spawn(spec, trainers=trainers[:1]) as sync:
-            print(group_of([Shape(id=replica.id, world_size=replica.world_size) for replica in sync.status().replicas]).table())
+        with rws.WeightSync.spawn(spec, trainers=trainers[:1], transport="collective") as sync:
             return train(trainers, sync)
 
 
@@ -71,7 +70,8 @@ def train(trainers: list[ray.actor.ActorHandle[Any]], sync: rws.WeightSync) -> i
     for version in range(1, STEPS + 1):
         gradients = ray.get([trainer.gradients.remote() for trainer in trainers], timeout=60)
         ray.get([trainer.step.remote(gradients) for trainer in trainers], timeout=60)
-        print(sync.send_weights(version=version))
+        report = sync.send_weights(version=version)
+        print(f"{report}\nby {report.transport}, {sync.status().ranks}")
         expected = ray.get([trainer.forward.remote(inputs) for trainer in trainers], timeout=60)
         outputs = ray.get([engine.forward.remote(inputs) for engine in sync.engines], timeout=60)
         if not all(torch.equal(output, expected[0]) for output in (*expected, *outputs)):

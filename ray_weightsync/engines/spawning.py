@@ -26,6 +26,8 @@ class EnginePlace(Protocol):
     """Where one engine belongs: `ray_weightsync.placement.Place`."""
 
     @property
+    def num_workers(self) -> int: ...
+    @property
     def engine_args(self) -> Mapping[str, object]: ...
     def options(self, *, env: Mapping[str, str] | None = None) -> dict[str, Any]: ...
 
@@ -35,6 +37,7 @@ class EnginePlaces(Protocol):
 
     @property
     def engines(self) -> Sequence[EnginePlace]: ...
+    def engine(self, index: int) -> EnginePlace: ...
     def vacant_engine(self) -> EnginePlace: ...
 
 
@@ -112,7 +115,7 @@ def runtime_env(env: Mapping[str, str]) -> dict[str, Any] | None:
 
 def place_of(places: EnginePlaces, index: int | None) -> EnginePlace:
     """The place of the engine with that index; of one more engine (None), the first that is vacant."""
-    return places.vacant_engine() if index is None else places.engines[index]
+    return places.vacant_engine() if index is None else places.engine(index)
 
 
 def require_places(name: str, places: EnginePlaces | None, num_replicas: int) -> None:

@@ -5,6 +5,7 @@ Neither torch nor vLLM is imported where a spec is made. What runs is owned by w
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -32,6 +33,12 @@ if TYPE_CHECKING:
 
 SET_BY_SPEC = ("model", "tensor_parallel_size", "weight_transfer_config")
 """Engine arguments that `VLLMEngineSpec` sets itself."""
+
+WORKERS_BESIDE_TENSOR = ("pipeline_parallel_size", "prefill_context_parallel_size", "data_parallel_size")
+"""Engine arguments that multiply the workers of an engine."""
+
+LOG_HINT = "'Engine core initialization failed' hides the cause, which stands further up in that log"
+NO_GPU_HINT = "no GPU was asked for, since no node had one: say num_gpus where the cluster adds nodes on demand"
 
 
 @dataclass(frozen=True)
@@ -113,10 +120,12 @@ class VLLMEngineSpec:
         tensor_parallel_size: Workers of each.
         engine_args: Further keyword arguments of vLLM's ``AsyncEngineArgs``.
         num_cpus: CPUs that Ray reserves for each.
-        num_gpus: GPUs that Ray reserves for each. None: ``tensor_parallel_size`` where the cluster has GPUs, else 0.
+        num_gpus: GPUs that Ray reserves for each. None: one for each worker (tensor x pipeline x data parallel) if a node of the cluster
+            has GPUs at that time, else 0. Say it where nodes with GPUs are added on demand.
         max_concurrency: Requests each can have in flight, frozen ones included.
         env: Environment variables of each actor's process, such as ``VLLM_CPU_KVCACHE_SPACE``.
-        placement: As of `TorchEngineSpec`. What vLLM needs there is added to ``env`` and ``engine_args``; yours win.
+        placement: As of `TorchEngineSpec`, reserved with as many workers for each engine as this has. What vLLM needs there is added to
+            ``env`` and ``engine_args``; yours win.
 
     Raises:
         ConfigError: naming the field.
@@ -148,6 +157,28 @@ class VLLMEngineSpec:
         for name in SET_BY_SPEC:
             if name in self.engine_args:
                 raise ConfigError(f"VLLMEngineSpec.engine_args must not set {name!r}: the spec does")
+        for name in WORKERS_BESIDE_TENSOR:
+            require_count(f"VLLMEngineSpec.engine_args[{name!r}]", self.engine_args.get(name, 1))
+        if self.placement is not None:
+            self._require_size(self.placement)
+
+    def _require_size(self, placement: EnginePlaces) -> None:
+        if self.engine_args.get("distributed_executor_backend") == "ray":
+            raise ConfigError(
+                "VLLMEngineSpec.placement holds all GPUs of an engine in one bundle, and with distributed_executor_backend='ray' vLLM "
+                "wants a bundle for each worker: leave out placement, or that argument"
+            )
+        room = placement.engines[0].num_workers
+        if room != self._workers:
+            raise ConfigError(
+                f"VLLMEngineSpec has {self._workers} workers for each engine (tensor x pipeline x data parallel), and its placement was "
+                f"reserved with tensor_parallel_size={room}: the two must be equal"
+            )
+
+    @property
+    def _workers(self) -> int:
+        sizes = [int(self.engine_args.get(name, 1)) for name in WORKERS_BESIDE_TENSOR]
+        return self.tensor_parallel_size * math.prod(sizes)
 
     def create(self, index: int | None = None) -> ActorHandle[Any]:
         """Start one replica and return its handle at once; see `TorchEngineSpec.create`."""
@@ -174,7 +205,7 @@ class VLLMEngineSpec:
             self.num_replicas,
             limit_s=limit_s,
             needs=self._needs(),
-            hint="'Engine core initialization failed' hides the cause, which stands further up in that log",
+            hint=LOG_HINT if self.placement is not None or self._gpus() else f"{LOG_HINT}; {NO_GPU_HINT}",
         )
 
     def _needs(self) -> Mapping[str, float]:
@@ -184,4 +215,4 @@ class VLLMEngineSpec:
         if self.num_gpus is not None:
             return self.num_gpus
         api: Any = ray  # cluster_resources has no annotations
-        return float(self.tensor_parallel_size) if api.cluster_resources().get("GPU") else 0.0
+        return float(self._workers) if api.cluster_resources().get("GPU") else 0.0

@@ -1,8 +1,7 @@
 """Which bundles a placement needs, whether the cluster can hold them at all, and who sits where once they are reserved. Pure.
 
 An engine is one bundle: Ray reserves a bundle on one node, so the GPUs of its workers are together, and vLLM's multiprocessing executor
-runs them. (Its Ray executor would take bundles of one GPU each, which may lie on several nodes, and only then needs
-``VLLM_RAY_BUNDLE_INDICES`` and ``VLLM_RAY_PER_WORKER_GPUS``.)
+runs them. (Its Ray executor would take bundles of one GPU each, which may lie on several nodes: such engines are not placed here.)
 """
 
 from __future__ import annotations
@@ -106,6 +105,11 @@ class Located:
     node_ip: str
     gpu_ids: tuple[str, ...] = ()
 
+    @property
+    def lacks_gpus(self) -> bool:
+        """Whether it has GPUs that are not known."""
+        return len(self.gpu_ids) < self.bundle.gpus
+
 
 @dataclass(frozen=True, kw_only=True)
 class Seat:
@@ -113,6 +117,7 @@ class Seat:
 
     Attributes:
         where: Its bundle.
+        num_workers: Its worker processes; 1 for a trainer.
         num_cpus: CPUs that it asks Ray for.
         num_gpus: GPUs that it asks Ray for.
         env: Environment variables of its process.
@@ -120,6 +125,7 @@ class Seat:
     """
 
     where: Located
+    num_workers: int
     num_cpus: float
     num_gpus: int
     env: Mapping[str, str] = field(default_factory=dict)
@@ -159,7 +165,8 @@ def shortage(groups: Sequence[BundleGroup], nodes: Sequence[NodeRoom]) -> str | 
             room = sum(min(times, 1) if group.spread else times for times in on_each)
             if room < count:
                 each_on = "each on a node of its own" if group.spread else "each on one node"
-                return f"{count} x {bundle} are asked for, {each_on}, and the nodes have room for {room}"
+                too_large = "; an engine over several nodes is not placed here" if bundle.has_engine and not any(on_each) else ""
+                return f"{count} x {bundle} are asked for, {each_on}, and the nodes have room for {room}{too_large}"
     return None
 
 
@@ -203,10 +210,24 @@ def _first_gpu(located: Located) -> tuple[int, int, str]:
 def seats_for(ask: Ask, located: Iterable[Located]) -> tuple[tuple[Seat, ...], tuple[Seat, ...]]:
     """Trainers and engines, both numbered in the order of `in_order`; engines that trainers share GPUs with come first, with these."""
     places = sorted(in_order(located), key=lambda each: (not each.bundle.has_engine, -each.bundle.trainers))
-    trainers = [
-        Seat(where=place, num_cpus=ask.cpus_per_process, num_gpus=int(ask.gpus)) for place in places for _ in range(place.bundle.trainers)
-    ]
+    trainers = [_trainer_seat(ask, place) for place in places for _ in range(place.bundle.trainers)]
     return tuple(trainers), tuple(_engine_seat(ask, place) for place in places if place.bundle.has_engine)
+
+
+def seats_after(ask: Ask, trainers: Sequence[Seat], engines: Sequence[Seat], moved: Located) -> tuple[tuple[Seat, ...], tuple[Seat, ...]]:
+    """The same seats under the same numbers, now that the bundle of ``moved`` is where that says."""
+
+    def stays(seat: Seat) -> bool:
+        return (seat.where.group, seat.where.index) != (moved.group, moved.index)
+
+    return (
+        tuple(seat if stays(seat) else _trainer_seat(ask, moved) for seat in trainers),
+        tuple(seat if stays(seat) else _engine_seat(ask, moved) for seat in engines),
+    )
+
+
+def _trainer_seat(ask: Ask, place: Located) -> Seat:
+    return Seat(where=place, num_workers=1, num_cpus=ask.cpus_per_process, num_gpus=int(ask.gpus))
 
 
 def _engine_seat(ask: Ask, place: Located) -> Seat:
@@ -220,6 +241,6 @@ def _engine_seat(ask: Ask, place: Located) -> Seat:
         # vLLM would bind worker r of every engine to the cores of NUMA node r, and refuse to start where there are fewer nodes.
         env = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(max(1, int(ask.cpus_per_process)))}
     # In a placement group vLLM takes its Ray executor for more than one worker, unless it is told otherwise.
-    engine_args = {"distributed_executor_backend": "mp"} if size > 1 else {}
+    engine_args = {"distributed_executor_backend": "mp" if size > 1 else "uni"}
     num_gpus = size if ask.gpus and not shares_gpus else 0
-    return Seat(where=place, num_cpus=ask.cpus_per_process * size, num_gpus=num_gpus, env=env, engine_args=engine_args)
+    return Seat(where=place, num_workers=size, num_cpus=ask.cpus_per_process * size, num_gpus=num_gpus, env=env, engine_args=engine_args)

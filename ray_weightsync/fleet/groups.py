@@ -6,9 +6,11 @@ import logging
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
+from ray import ObjectRef
 from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -21,27 +23,37 @@ logger = logging.getLogger(__name__)
 PHASE = "placement"
 WARN_EVERY_S = 10.0
 REMOVAL_LIMIT_S = 30.0
+PROBE_LIMIT_S = 30.0
+"""For a task in a bundle that moved to another node, which may have to start a process there first."""
 
 
-def reserve_groups(wanted: Sequence[BundleGroup], *, limit_s: float) -> tuple[list[PlacementGroup], list[Located]]:
+def reserve_groups(wanted: Sequence[BundleGroup], *, limit_s: float, may_grow: bool) -> tuple[list[PlacementGroup], list[Located]]:
     """Reserve ``wanted``, and find out where its bundles are.
 
+    Args:
+        wanted: What to reserve.
+        limit_s: Seconds until all of it must be reserved.
+        may_grow: Whether nodes come on demand: it is the waiting group that brings them.
+
     Raises:
-        AttachError: at once if the cluster could not hold them even if it were idle, and after ``limit_s`` seconds. Nothing stays reserved.
+        AttachError: at once if the cluster could not hold them even if it were idle and does not grow, and after ``limit_s`` seconds.
+            Nothing stays reserved.
     """
     began = time.monotonic()
     if (problem := shortage(wanted, nodes())) is not None:
-        raise AttachError(
-            f"There is no room for this placement: {problem}. Nothing was reserved.\nAsked for: {asked_for(wanted)}\n{_room()}",
-            phase=PHASE,
-            hint="ask for less, or add nodes; Ray would wait for them for ever",
-        )
+        if not may_grow:
+            raise AttachError(
+                f"There is no room for this placement: {problem}. Nothing was reserved.\nAsked for: {asked_for(wanted)}\n{_room()}",
+                phase=PHASE,
+                hint="ask for less, or add nodes; reserve(may_grow=True) waits for them where the cluster adds them on demand",
+            )
+        logger.warning("waiting up to %.0f s for the cluster to grow: %s", limit_s, problem)
     groups: list[PlacementGroup] = []
     try:
         for group in wanted:
             bundles = [bundle.resources for bundle in group.bundles]
             strategy = "STRICT_SPREAD" if group.spread else "PACK"
-            # No lifetime="detached": Ray removes the group with the job (or the actor) that made it, however that ends.
+            # No lifetime="detached": Ray removes the group with the job that made it (or the detached actor), however that ends.
             groups.append(placement_group(bundles, strategy=strategy, name=f"rws-{uuid.uuid4().hex[:8]}"))
             _wait(groups, wanted, began, limit_s)
         return groups, _located(groups, wanted, began, limit_s)
@@ -56,13 +68,19 @@ def _wait(groups: Sequence[PlacementGroup], wanted: Sequence[BundleGroup], began
     while not groups[-1].wait(min(1.0, max(began + limit_s - time.monotonic(), 0.0))):
         now = time.monotonic()
         if now >= began + limit_s:
+            problem = shortage(wanted, nodes())
+            if problem is None:
+                said = "The cluster has room for this placement, and it was not free in time"
+                hint = "end what holds the rest, ask for less, or wait longer (timeout_s)"
+            else:
+                said = f"The cluster has not grown in time to hold this placement: {problem}"
+                hint = "`ray status` says what the autoscaler does; ask for less, or wait longer (timeout_s): a new node takes minutes"
             raise AttachError(
-                f"The cluster has room for this placement, and it was not free in time. Nothing stays reserved.\n"
-                f"Asked for: {asked_for(wanted)}\n{_room(ours=groups)}",
+                f"{said}. Nothing stays reserved.\nAsked for: {asked_for(wanted)}\n{_room(ours=groups)}",
                 phase=PHASE,
                 elapsed_s=now - began,
                 limit_s=limit_s,
-                hint="end what holds the rest, ask for less, or wait longer (timeout_s)",
+                hint=hint,
             )
         if now >= warn_at:
             warn_at = now + WARN_EVERY_S
@@ -73,14 +91,13 @@ def _located(groups: Sequence[PlacementGroup], wanted: Sequence[BundleGroup], be
     """Where each bundle is, and which GPUs it has: Ray tells these only to a task that runs in it."""
     addresses = {node.node_id: node.node_ip for node in nodes()}
     places: dict[tuple[int, int], str] = {}
-    asked: dict[tuple[int, int], Any] = {}
+    asked: dict[tuple[int, int], ObjectRef[tuple[str, ...]]] = {}
     for number, (group, plan) in enumerate(zip(groups, wanted, strict=True)):
         node_of = placement_group_table(group)["bundles_to_node_id"]
         for index, bundle in enumerate(plan.bundles):
             places[number, index] = node_of[index]
             if bundle.gpus:
-                probe: Any = ray.remote(num_cpus=0, num_gpus=bundle.gpus)(_own_gpus)
-                asked[number, index] = probe.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, index)).remote()
+                asked[number, index] = _ask_gpus(group, index, bundle.gpus)
     try:
         told = ray.get(list(asked.values()), timeout=max(began + limit_s - time.monotonic(), 0.0))
     except GetTimeoutError as error:
@@ -103,6 +120,37 @@ def _located(groups: Sequence[PlacementGroup], wanted: Sequence[BundleGroup], be
         )
         for (number, index), node_id in places.items()
     ]
+
+
+def nodes_of(groups: Sequence[PlacementGroup]) -> dict[tuple[int, int], str]:
+    """By group and bundle the id of the node that it is on now; without bundles whose node is gone and that Ray has not put elsewhere."""
+    live = {node.node_id for node in nodes()}
+    return {
+        (number, index): node_id
+        for number, group in enumerate(groups)
+        for index, node_id in placement_group_table(group)["bundles_to_node_id"].items()
+        if node_id in live
+    }
+
+
+def moved_to(node_id: str, where: Located, group: PlacementGroup) -> Located:
+    """``where``, a bundle of ``group``, on the node that Ray has put it on since; without GPUs if somebody there has them already."""
+    gpu_ids: tuple[str, ...] = ()
+    if where.bundle.gpus:
+        asked = _ask_gpus(group, where.index, where.bundle.gpus)
+        try:
+            gpu_ids = ray.get(asked, timeout=PROBE_LIMIT_S)
+        except GetTimeoutError:
+            ray.cancel(asked)
+            logger.warning("bundle %d of %s moved to node %s, and its GPUs were taken at once", where.index, group.id.hex(), node_id)
+    addresses = {node.node_id: node.node_ip for node in nodes()}
+    return replace(where, node_id=node_id, node_ip=addresses.get(node_id, ""), gpu_ids=gpu_ids)
+
+
+def _ask_gpus(group: PlacementGroup, index: int, gpus: int) -> ObjectRef[tuple[str, ...]]:
+    probe: Any = ray.remote(num_cpus=0, num_gpus=gpus)(_own_gpus)
+    asked: ObjectRef[tuple[str, ...]] = probe.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, index)).remote()
+    return asked
 
 
 def _own_gpus() -> tuple[str, ...]:

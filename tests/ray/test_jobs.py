@@ -1,4 +1,4 @@
-"""What a user submits as a Ray job - ``examples/job.py``, ``benchmarks/cluster.py`` - runs as one, on a cluster of three raylets.
+"""What a user submits as a Ray job runs as one, on a cluster of three raylets.
 
 The cluster is what ``benchmarks/local_cluster.py`` starts, in a process of its own.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -70,6 +71,18 @@ def test_a_job_ends_with_the_jobs_status(cluster: dict[str, str]) -> None:
     assert status == 0, told
     assert "every output equals the trainer's" in told
     assert "succeeded" in told
+
+
+def test_a_job_places_trainers_and_engines_groups_them_and_broadcasts_to_the_group(cluster: dict[str, str]) -> None:
+    status, told = submit(cluster, "examples/placement.py")
+    assert status == 0, told
+    placed = next(line for line in told.splitlines() if line.startswith("placed: "))
+    assert re.findall(r"(trainer|engine) (\d) node [0-9a-f]{8}", placed) == [
+        *(("trainer", str(index)) for index in range(2)),
+        *(("engine", str(index)) for index in range(3)),
+    ]
+    assert told.count("by collective, group of 4: 0 sender | 1 r0 | 2 r1 | 3 r2") == 3
+    assert "every output equals the trainers'" in told
 
 
 def test_the_benchmark_measures_host_and_collective_between_three_nodes(cluster: dict[str, str], tmp_path: Path) -> None:

@@ -10,8 +10,10 @@ from typing import Any
 import ray
 import torch
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import ray_weightsync as rws
+from tests.ray.killing import until_dead
 
 LIMIT_S = 60.0
 
@@ -84,6 +86,7 @@ def left_after_close() -> tuple[dict[str, int], dict[str, int], bool]:
 
 
 KEPT: list[rws.placement.Placed] = []
+STARTED: list[Any] = []
 
 
 def reserve_and_keep(**ask: Any) -> None:
@@ -100,6 +103,38 @@ def wait_for_states(wanted: dict[str, int], within_s: float) -> float:
         assert time.monotonic() < began + within_s, f"after {within_s:.0f} s: {found}"
         time.sleep(0.05)
     return time.monotonic() - began
+
+
+def begin_losing_a_node(node_id: str, size: int) -> tuple[str, ...]:
+    """A trainer and an engine share ``size`` GPUs of a node, of which somebody has the first; the GPUs."""
+    there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    other: Any = Process.options(num_cpus=0, num_gpus=1, scheduling_strategy=there).remote()
+    ray.get(other.told.remote(), timeout=LIMIT_S)
+    placed = rws.placement.reserve(trainers=1, engines=1, tensor_parallel_size=size, layout="colocated", timeout_s=LIMIT_S)
+    KEPT.append(placed)
+    for place in (placed.trainer(0), placed.engine(0)):
+        STARTED.append(Process.options(**place.options()).remote())
+    ray.get([actor.told.remote() for actor in STARTED], timeout=LIMIT_S)
+    return placed.engine(0).gpu_ids
+
+
+def no_place_is_vacant() -> str:
+    for actor in STARTED:
+        until_dead(actor)
+    STARTED.clear()
+    try:
+        KEPT[-1].vacant_engine()
+    except rws.AttachError as error:
+        return str(error)
+    raise AssertionError("a place was vacant")
+
+
+def go_on_where_ray_put_it() -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]:
+    """The engine's place, what its actor says there, and the trainers' places. They are given back."""
+    with KEPT.pop() as placed:
+        place = placed.vacant_engine()
+        actor = Process.options(**place.options()).remote()
+        return where(place), ray.get(actor.told.remote(), timeout=LIMIT_S), [where(trainer) for trainer in placed.trainers]
 
 
 def make_module() -> torch.nn.Module:

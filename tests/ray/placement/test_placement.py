@@ -10,7 +10,7 @@ import pytest
 import ray_weightsync as rws
 from tests.ray.placement import jobs
 from tests.ray.placement.conftest import CPUS, GPUS, NUM_NODES
-from tests.ray.raylets import Driver, Raylets
+from tests.ray.raylets import Driver, Node, Raylets
 
 
 def ids(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[tuple[str, str]]:
@@ -78,7 +78,7 @@ def test_what_the_cluster_can_never_hold_is_refused_at_once_with_what_each_node_
     assert isinstance(error, rws.AttachError)
     assert seconds < 5
     said = str(error)
-    assert "1 x engine (3 CPU, 3 GPU) are asked for, each on one node, and the nodes have room for 0" in said
+    assert "1 x engine (3 CPU, 3 GPU) are asked for, each on one node, and the nodes have room for 0; an engine over several nodes" in said
     assert len(re.findall(rf"node [0-9a-f]{{8}} \([0-9.]+\): [0-9.]+ of {CPUS} CPU free, {GPUS} of {GPUS} GPU free", said)) == NUM_NODES
     assert driver.call(jobs.states).keys() <= {"REMOVED"}
 
@@ -130,6 +130,20 @@ def test_a_session_spawns_into_the_places_and_a_new_engine_comes_to_the_place_of
     assert told["mine"] == "yes"
 
 
+# The last one here that uses the raylets: it leaves one more, since Ray takes 10 s to notice that a node is gone.
+def test_the_place_of_a_lost_node_is_vacant_on_the_next_one_with_the_gpus_that_it_has_there(three: Raylets, driver: Driver) -> None:
+    lost = three.add(Node(num_cpus=CPUS, num_gpus=GPUS + 2))
+    assert driver.call(jobs.begin_losing_a_node, lost, GPUS + 1) == ("1", "2", "3")
+    three.kill(lost)
+    said = driver.call(jobs.no_place_is_vacant)
+    assert "0 of 1 places for engines are taken; engine 0: its node is gone, and Ray has found no other one for it" in said
+    found = three.add(Node(num_cpus=CPUS, num_gpus=GPUS + 1))
+    place, told, trainers = driver.call(jobs.go_on_where_ray_put_it)
+    assert (place["node_id"], place["gpu_ids"]) == (found, ("0", "1", "2"))
+    assert (told["node_id"], told["env"]["CUDA_VISIBLE_DEVICES"]) == (found, "0,1,2")
+    assert [each["node_id"] for each in trainers] == [found]
+
+
 @pytest.mark.parametrize(
     ("ask", "said"),
     [
@@ -142,6 +156,7 @@ def test_a_session_spawns_into_the_places_and_a_new_engine_comes_to_the_place_of
         ({"engines": 1, "gpus": 4}, "gpus must be True or False"),
         ({"engines": 1, "cpus_per_process": 0}, "cpus_per_process must be more than 0"),
         ({"engines": 1, "timeout_s": 0}, "timeout_s must be a positive number"),
+        ({"engines": 1, "may_grow": 1}, "may_grow must be True or False"),
     ],
 )
 def test_a_wrong_argument_is_named(ask: dict[str, Any], said: str) -> None:

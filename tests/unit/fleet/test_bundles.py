@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -21,6 +22,7 @@ from ray_weightsync.fleet.bundles import (
     asked_for,
     groups_for,
     in_order,
+    seats_after,
     seats_for,
     shortage,
 )
@@ -118,7 +120,7 @@ def test_nothing_is_refused_that_could_be_placed(ask: Ask, rooms: list[NodeRoom]
         (
             Ask(trainers=0, engines=1, tensor_parallel_size=4),
             [node("a", cpus=4, gpus=2), node("b", cpus=4, gpus=2)],
-            r"1 x engine \(4 CPU, 4 GPU\) are asked for, each on one node, and the nodes have room for 0",
+            r"1 x engine \(4 CPU, 4 GPU\) are asked for, each on one node, and the nodes have room for 0; an engine over several nodes",
         ),
         (
             Ask(trainers=0, engines=3, tensor_parallel_size=2),
@@ -203,6 +205,22 @@ def test_a_colocated_trainer_sits_with_the_engine_whose_worker_has_its_number(pl
             assert trainer.where is engines[number // ask.tensor_parallel_size].where
 
 
+@given(located(), st.data())
+def test_when_a_bundle_moves_those_in_it_keep_their_numbers_and_get_its_new_gpus(
+    placed: tuple[Ask, list[Located]], data: st.DataObject
+) -> None:
+    ask, places = placed
+    before = seats_for(ask, places)
+    old = data.draw(st.sampled_from(places))
+    moved = replace(old, node_id="d", node_ip="10.0.0.99", gpu_ids=tuple(f"new-{number}" for number, _ in enumerate(old.gpu_ids)))
+    after = seats_after(ask, *before, moved)
+    for seats_before, seats_now in zip(before, after, strict=True):
+        assert [seat.where if seat.where is not old else moved for seat in seats_before] == [seat.where for seat in seats_now]
+        for then, now in zip(seats_before, seats_now, strict=True):
+            assert replace(now, where=then.where, env=then.env) == then
+            assert now.env.get("CUDA_VISIBLE_DEVICES") == ((then.env and ask.gpus and ",".join(now.where.gpu_ids)) or None)
+
+
 def seats(ask: Ask, *, gpu_ids: tuple[str, ...] = ()) -> tuple[dict[str, str], dict[str, object], int]:
     """Environment, engine arguments and Ray's GPUs of the one engine."""
     places = [
@@ -214,7 +232,7 @@ def seats(ask: Ask, *, gpu_ids: tuple[str, ...] = ()) -> tuple[dict[str, str], d
 
 
 def test_an_engine_with_gpus_of_its_own_has_them_from_ray() -> None:
-    assert seats(Ask(trainers=0, engines=1), gpu_ids=("3",)) == ({}, {}, 1)
+    assert seats(Ask(trainers=0, engines=1), gpu_ids=("3",)) == ({}, {"distributed_executor_backend": "uni"}, 1)
     assert seats(Ask(trainers=0, engines=1, tensor_parallel_size=2), gpu_ids=("3", "4")) == ({}, {"distributed_executor_backend": "mp"}, 2)
 
 

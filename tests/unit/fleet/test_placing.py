@@ -1,0 +1,151 @@
+"""Reserving on a cluster that grows, and places of which nodes are lost, with a Ray that is made up."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+import ray_weightsync as rws
+from ray_weightsync.fleet import groups, places
+from ray_weightsync.fleet.bundles import Ask, Located, NodeRoom, groups_for
+
+ONE_ENGINE = groups_for(Ask(trainers=0, engines=1, tensor_parallel_size=4))
+
+
+class MadeUp:
+    """A placement group that is reserved once ``nodes`` have room for it."""
+
+    def __init__(self, number: int = 0) -> None:
+        self.id = bytes([number])
+        self.nodes: list[NodeRoom] = []
+        self.removed = False
+
+    def wait(self, seconds: float) -> bool:
+        return bool(self.nodes)
+
+
+def room(name: str, gpus: float) -> NodeRoom:
+    return NodeRoom(node_id=name, node_ip="10.0.0.1", total={"CPU": 8.0, "GPU": gpus}, free={})
+
+
+class TestGrowing:
+    @pytest.fixture
+    def cluster(self, monkeypatch: pytest.MonkeyPatch) -> MadeUp:
+        """Without a node. Whatever is reserved there is this group."""
+        group = MadeUp()
+        monkeypatch.setattr(groups, "nodes", lambda: group.nodes)
+        monkeypatch.setattr(groups, "placement_group", lambda *args, **options: group)
+        monkeypatch.setattr(groups, "placement_group_table", dict)
+        monkeypatch.setattr(groups, "remove_groups", lambda made: setattr(group, "removed", made == [group]))
+        monkeypatch.setattr(groups, "_located", lambda *args: [])
+        return group
+
+    def test_a_cluster_that_does_not_grow_is_refused_with_the_word_for_one_that_does(self, cluster: MadeUp) -> None:
+        with pytest.raises(rws.AttachError, match=r"(?s)4 CPU are asked for, and the cluster has 0.*reserve\(may_grow=True\) waits"):
+            groups.reserve_groups(ONE_ENGINE, limit_s=60, may_grow=False)
+
+    def test_the_waiting_group_brings_the_nodes(
+        self, cluster: MadeUp, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def pending(*args: Any, **options: Any) -> MadeUp:
+            cluster.nodes.append(room("a", 4.0))
+            return cluster
+
+        monkeypatch.setattr(groups, "placement_group", pending)
+        with caplog.at_level(logging.WARNING, logger=groups.logger.name):
+            made, _ = groups.reserve_groups(ONE_ENGINE, limit_s=60, may_grow=True)
+        assert made == [cluster]
+        assert "waiting up to 60 s for the cluster to grow: 4 CPU are asked for, and the cluster has 0" in caplog.text
+
+    def test_a_cluster_that_has_not_grown_in_time_is_said_with_what_is_missing(self, cluster: MadeUp) -> None:
+        with pytest.raises(rws.AttachError, match="has not grown in time to hold this placement: 4 CPU are asked for") as caught:
+            groups.reserve_groups(ONE_ENGINE, limit_s=0.01, may_grow=True)
+        assert "a new node takes minutes" in str(caught.value)
+        assert cluster.removed
+
+
+class TestLosingNodes:
+    """Two engines that share GPUs with a trainer each, on nodes a and b."""
+
+    @pytest.fixture
+    def now(self, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, int], str]:
+        """The node of each bundle now. Every node is empty, and a bundle that moves gets GPU 7."""
+        now = {(0, 0): "a", (0, 1): "b"}
+        self.moves: list[tuple[str, int]] = []
+        self.told: tuple[str, ...] = ("7",)
+
+        def moved_to(node_id: str, where: Located, group: MadeUp) -> Located:
+            self.moves.append((node_id, where.index))
+            return Located(
+                bundle=where.bundle, group=where.group, index=where.index, node_id=node_id, node_ip="10.0.0.7", gpu_ids=self.told
+            )
+
+        monkeypatch.setattr(places, "NOTICED_WITHIN_S", 0.01)
+        monkeypatch.setattr(places, "nodes_of", lambda made: dict(now))
+        monkeypatch.setattr(places, "moved_to", moved_to)
+        free = {f"{name}_group_{index}_00": 2.0 for name in ("CPU", "GPU") for index in (0, 1)}
+        monkeypatch.setattr(places, "free_by_node", lambda: dict.fromkeys(("a", "c"), free))
+        return now
+
+    @pytest.fixture
+    def placed(self, now: dict[tuple[int, int], str], monkeypatch: pytest.MonkeyPatch) -> rws.placement.Placed:
+        ask = Ask(trainers=2, engines=2, layout="colocated")
+        (group,) = groups_for(ask)
+        located = [
+            Located(bundle=bundle, group=0, index=index, node_id="ab"[index], node_ip=f"10.0.0.{index}", gpu_ids=("3",))
+            for index, bundle in enumerate(group.bundles)
+        ]
+        made: Any = MadeUp()
+        monkeypatch.setattr(made, "id", type("Id", (), {"hex": lambda self: "00"})())
+        return rws.placement.Placed(ask, [made], located)
+
+    def test_nothing_is_asked_of_a_bundle_that_stayed(self, placed: rws.placement.Placed) -> None:
+        assert placed.engine(0).gpu_ids == ("3",)
+        assert placed.vacant_engine().index == 0
+        assert self.moves == []
+
+    def test_a_place_whose_node_is_lost_is_vacant_on_the_node_that_ray_gave_it(
+        self, placed: rws.placement.Placed, now: dict[tuple[int, int], str]
+    ) -> None:
+        now[0, 1] = "c"
+        del now[0, 0]
+        place = placed.vacant_engine()
+        assert (place.index, place.node_id, place.gpu_ids, place.env["CUDA_VISIBLE_DEVICES"]) == (1, "c", ("7",), "7")
+        assert [(trainer.node_id, trainer.gpu_ids) for trainer in placed.trainers] == [("a", ("3",)), ("c", ("7",))]
+        assert placed.engine(1) == placed.engines[1] == place
+        assert placed.trainer(1).node_id == "c"
+        assert self.moves == [("c", 1)]
+
+    def test_a_place_that_ray_put_nowhere_is_said_and_not_called_taken(
+        self, placed: rws.placement.Placed, now: dict[tuple[int, int], str]
+    ) -> None:
+        del now[0, 0]
+        gone = "its node is gone, and Ray has found no other one for it"
+        with pytest.raises(rws.AttachError, match=f"1 of 2 places for engines are taken; engine 0: {gone}"):
+            placed.vacant_engine()
+        for lookup, role in ((placed.engine, "engine"), (placed.trainer, "trainer")):
+            with pytest.raises(rws.AttachError, match=f"{role} 0 has no place: {gone}"):
+                lookup(0)
+
+    def test_gpus_that_trainers_took_before_they_could_be_told_are_not_guessed_for_the_engine(
+        self, placed: rws.placement.Placed, now: dict[tuple[int, int], str]
+    ) -> None:
+        now[0, 0], self.told = "c", ()
+        del now[0, 1]
+        assert placed.trainer(0).node_id == "c"
+        for lookup in (placed.vacant_engine, lambda: placed.engine(0)):
+            with pytest.raises(rws.AttachError, match=r"(?s)trainers had its GPUs before these could be told.*ask for the engine's place"):
+                lookup()
+        self.told = ("5",)
+        assert placed.engine(0).env["CUDA_VISIBLE_DEVICES"] == "5"
+
+    def test_places_that_were_given_back_are_refused(self, placed: rws.placement.Placed, monkeypatch: pytest.MonkeyPatch) -> None:
+        given_back: list[Any] = []
+        monkeypatch.setattr(places, "remove_groups", given_back.append)
+        placed.close()
+        placed.close()
+        assert len(given_back) == 1
+        with pytest.raises(rws.ConfigError, match="were given back"):
+            placed.vacant_engine()
