@@ -1,4 +1,4 @@
-"""The examples end with status 0, each in a process and on a cluster of its own, as a user runs them."""
+"""The demo ends with status 0, in a process and on a cluster of its own, as a user runs it."""
 
 from __future__ import annotations
 
