@@ -120,7 +120,7 @@ class Bring:
         try:
             member.found_again(await self._chain(member, "pause", calls))
         except StepFailed as failed:
-            member.marked = failed.phase == "mark" or failed.goes_on
+            member.marked = failed.phase == "mark" or failed.goes_on  # perhaps: putting the label back does no harm
             raise
         member.marked = any(call.phase == "mark" for call in calls)
 
@@ -287,12 +287,15 @@ class Bring:
             try:
                 await act(member)
             except StepFailed as failed:
-                member.failed = failed
-                if fence_who_fails:
-                    self.on_lost(member.replica.id, str(failed))
-                    fencing = fence(member.replica, failed, spec=self.spec, timeline=self.log.timeline)
-                    self.on_phase(what)  # a router is not to wait for the end of the round
-                    await fencing
+                await fail(member, failed)
+
+        async def fail(member: Member, failed: StepFailed) -> None:
+            member.failed = failed
+            if fence_who_fails:
+                self.on_lost(member.replica.id, str(failed))
+                fencing = fence(member.replica, failed, spec=self.spec, timeline=self.log.timeline)
+                self.on_phase(what)  # a router is not to wait for the end of the round
+                await fencing
 
         calls = {member.replica.id: partial(run, member) for member in members}
         warn_every_s = self.spec.timeouts.warn_every_s
@@ -302,8 +305,6 @@ class Bring:
             name = member.replica.id
             if name in outcomes.late:  # it may go on whenever what it waits for has come: not to be used before
                 member.replica.left_unanswered(outcomes.late[name])
-                member.failed = StepFailed(what, outcomes.failures[name], limit_s)
-                if fence_who_fails:
-                    await fence(member.replica, member.failed, spec=self.spec, timeline=self.log.timeline)
+                await fail(member, StepFailed(what, outcomes.failures[name], limit_s))
             elif name in outcomes.errors:
                 raise outcomes.errors[name]  # a bug of ours: the coordinator fences every member

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
+from typing import TYPE_CHECKING
 
 from ray_weightsync.config import FailurePolicy
-from ray_weightsync.errors import FleetTorn, ReplicasLost, RoundAborted, WeightSyncError
+from ray_weightsync.errors import CallFailure, FleetTorn, ReplicasLost, RoundAborted, WeightSyncError
+from ray_weightsync.fleet.states import ReplicaState
 from ray_weightsync.fleet.steps import StepFailed
-from ray_weightsync.report import SyncReport
+from ray_weightsync.report import ReplicaReport, SyncReport
+
+if TYPE_CHECKING:
+    from ray_weightsync.fleet.journal import Undone
+    from ray_weightsync.fleet.roster import Roster
 
 
 def verdict(
@@ -43,24 +49,37 @@ def verdict(
 
 
 def aborted(
-    what: str,
-    *,
-    old: str | None,
-    culprits: Mapping[str, StepFailed],
-    stuck: Mapping[str, StepFailed] | None = None,
-    log_hints: Mapping[str, str | None] | None = None,
-    hint: str,
-) -> RoundAborted:
-    """The error for a round that ended before *start*."""
+    roster: Roster, what: str, *, culprits: Mapping[str, StepFailed], stuck: Mapping[str, StepFailed] | None = None, hint: str
+) -> RoundAborted | FleetTorn:
+    """The error for a round that ended before *start*, or was taken back: of the type that says whether anybody serves now.
+
+    Args:
+        roster: The fleet, as the round left it.
+        what: What was not done, in a sentence.
+        culprits: Who kept it from being done.
+        stuck: Those that could not be put back.
+        hint: What to do.
+    """
     first = next(iter(culprits.values()), None)
-    gone = [name for name, failed in culprits.items() if failed.failure.kind in ("died", "out_of_step")]
-    where = f"on the rest; {', '.join(gone)} is gone or to be replaced" if gone else "everywhere"
-    holds = f"Nothing changed: {'version ' + old if old is not None else 'what the engines had before'} still serves {where}"
+    stuck = stuck or {}
+    gone = [name for name, failed in culprits.items() if failed.failure.kind in ("died", "out_of_step") and name not in stuck]
+    gone = [name for name in gone if name in roster.replicas and roster.replicas[name].state is ReplicaState.QUARANTINED]
+    lost = [f"{', '.join(gone)} {_is(gone)} gone or to be replaced"] if gone else []
     if stuck:
-        holds += f", except on {', '.join(stuck)}, which could not be put back and is fenced"
-    hints = [f"{name}: {where}" for name, where in (log_hints or {}).items() if name in culprits and where]
-    return RoundAborted(
-        f"{holds}. {what}",
+        lost.append(f"{', '.join(stuck)}, which could not be put back, {_is(stuck)} fenced")
+    if roster.serves:
+        old = f"version {roster.label}" if roster.label is not None else "what the engines had before"
+        fenced = [each.id for each in roster.members if each.state is ReplicaState.QUARANTINED]
+        before = f"on all but {', '.join(fenced)}, which {_is(fenced)} fenced" if fenced else "everywhere"
+        where = "on the rest" if lost else before
+        holds = f"Nothing changed: {old} still serves {where}"
+    else:
+        holds = "No replica serves"
+        hint = f"{hint}; none may serve until a complete round makes it whole"
+    hints = [f"{name}: {where}" for name, where in roster.log_hints().items() if name in culprits and where]
+    kind = RoundAborted if roster.serves else FleetTorn
+    return kind(
+        f"{'; '.join([holds, *lost])}. {what}",
         phase=first.phase if first else None,
         replicas=tuple(culprits),
         elapsed_s=first.failure.elapsed_s if first else None,
@@ -69,6 +88,36 @@ def aborted(
         log_hint="; ".join(hints) or None,
         hint=hint,
     )
+
+
+def taken_back(roster: Roster, undone: Undone, reports: Sequence[ReplicaReport]) -> RoundAborted | FleetTorn:
+    """The error for a round that was for all or none, when each replica that could be brought back was; ``reports`` say how that went."""
+    back = {each.id for each in reports if each.failed_phase is None}
+    stuck = {name: failed for name, failed in undone.failures.items() if name not in back}
+    stuck |= {name: failed for name, failed in failures_in(reports).items() if name not in stuck}
+    how = ("was taken back from all" if not stuck else "was taken back from the rest") if roster.serves else "could be taken back from none"
+    return aborted(
+        roster,
+        f"Version {undone.label} failed on {', '.join(undone.failures)}, and {how}.",
+        culprits=undone.failures if roster.serves else stuck,
+        stuck=stuck,
+        hint="mend or replace what failed and call again",
+    )
+
+
+def failures_in(reports: Iterable[ReplicaReport]) -> dict[str, StepFailed]:
+    """Who failed, by id, as reports tell it."""
+    return {each.id: _failure(each) for each in reports if each.failed_phase is not None}
+
+
+def _failure(report: ReplicaReport) -> StepFailed:
+    phase = report.failed_phase or "commit"
+    elapsed_s = report.phases_s.get(phase, 0.0)
+    return StepFailed(phase, CallFailure(message=report.error or "", kind="raised", elapsed_s=elapsed_s), elapsed_s)
+
+
+def _is(names: Sized) -> str:
+    return "is" if len(names) == 1 else "are"
 
 
 def _logs(report: SyncReport, log_hints: Mapping[str, str | None]) -> str | None:
