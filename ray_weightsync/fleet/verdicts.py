@@ -62,24 +62,23 @@ def aborted(
     """
     first = next(iter(culprits.values()), None)
     stuck = stuck or {}
-    gone = [name for name, failed in culprits.items() if failed.failure.kind in ("died", "out_of_step") and name not in stuck]
-    gone = [name for name in gone if name in roster.replicas and roster.replicas[name].state is ReplicaState.QUARANTINED]
-    lost = [f"{', '.join(gone)} {_is(gone)} gone or to be replaced"] if gone else []
-    if stuck:
-        lost.append(f"{', '.join(stuck)}, which could not be put back, {_is(stuck)} fenced")
+    fenced = [each.id for each in roster.members if each.state is ReplicaState.QUARANTINED]
+    gone = [name for name in fenced if name in culprits and culprits[name].failure.kind in ("died", "out_of_step") and name not in stuck]
+    before = [name for name in fenced if name not in gone and name not in stuck]
+    told = [f"{', '.join(gone)} {_is(gone)} gone or to be replaced"] if gone else []
     if roster.serves:
         old = f"version {roster.label}" if roster.label is not None else "what the engines had before"
-        fenced = [each.id for each in roster.members if each.state is ReplicaState.QUARANTINED]
-        before = f"on all but {', '.join(fenced)}, which {_is(fenced)} fenced" if fenced else "everywhere"
-        where = "on the rest" if lost else before
-        holds = f"Nothing changed: {old} still serves {where}"
+        holds = f"Nothing changed: {old} still serves {'; '.join(['on the rest', *told]) if gone else 'everywhere'}"
+        holds += f", except on {', '.join(stuck)}, which could not be put back and {_is(stuck)} fenced" if stuck else ""
+        holds += f", except on {', '.join(before)}, which {_is(before)} fenced" if before and not gone else ""
     else:
-        holds = "No replica serves"
+        told += [f"{', '.join(stuck)} could not be put back and {_is(stuck)} fenced"] if stuck else []
+        holds = "; ".join(["No replica serves", *told])
         hint = f"{hint}; none may serve until a complete round makes it whole"
     hints = [f"{name}: {where}" for name, where in roster.log_hints().items() if name in culprits and where]
     kind = RoundAborted if roster.serves else FleetTorn
     return kind(
-        f"{'; '.join([holds, *lost])}. {what}",
+        f"{holds}. {what}",
         phase=first.phase if first else None,
         replicas=tuple(culprits),
         elapsed_s=first.failure.elapsed_s if first else None,

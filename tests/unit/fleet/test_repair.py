@@ -59,7 +59,7 @@ class TestHeal:
             with pytest.raises(FleetTorn):
                 await fleet.send(1)
             fleet.forget_calls()
-            with pytest.raises(RoundAborted, match="nothing to heal from"):
+            with pytest.raises(FleetTorn, match="nothing to heal from"):
                 await fleet.coordinator.repair.heal()
             assert fleet.engines[0].calls == fleet.engines[1].calls == []
             await fleet.send(2)  # the turn was given back
