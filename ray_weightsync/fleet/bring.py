@@ -117,12 +117,13 @@ class Bring:
             calls.append(Call("mark", timeouts.commit_s, SET_VERSION, (self.spec.tombstone,)))
         if self._is_sync(member):
             calls = self._after_requests(calls)
+        marks = any(call.phase == "mark" for call in calls)
         try:
             member.found_again(await self._chain(member, "pause", calls))
         except StepFailed as failed:
-            member.marked = failed.phase == "mark" or failed.goes_on  # perhaps: putting the label back does no harm
+            member.marked = marks and (failed.phase == "mark" or failed.goes_on)  # perhaps: putting the label back does no harm
             raise
-        member.marked = any(call.phase == "mark" for call in calls)
+        member.marked = marks
 
     async def _without_the_fenced(self, members: list[Member]) -> list[Member]:
         """Those who take part. One that was fenced before, and still cannot be paused, keeps nobody else from the version."""
@@ -280,8 +281,6 @@ class Bring:
 
         With ``fence_who_fails`` a member that fails is fenced at once: its requests are not to wait for the slowest of the others.
         """
-        if not members:
-            return
 
         async def run(member: Member) -> None:
             try:

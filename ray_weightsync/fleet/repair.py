@@ -47,7 +47,7 @@ class Repair:
         """Wait for the turn, for something that is no round; and say who has it.
 
         Raises:
-            RoundAborted: if a round does not end.
+            RoundAborted, FleetTorn: if a round does not end.
         """
         holder = f"{what}-{uuid.uuid4().hex}"
         await self._parts.turn.take(holder, busy="wait", limit_s=self.longest_turn_s)
@@ -65,7 +65,7 @@ class Repair:
             ConfigError: for an id that is unknown or retired.
             RoundAborted: if there is no committed snapshot to heal from, or the turn is not free in time. Nothing changed.
             ReplicasLost: if some could not be healed.
-            FleetTorn: if so no replica serves.
+            FleetTorn: if no replica serves, afterwards or as before.
         """
         named = [self._roster.named(replica_id) for replica_id in replica_ids]
         if retired := [replica.id for replica in named if replica.state is ReplicaState.RETIRED]:

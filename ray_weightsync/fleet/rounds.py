@@ -30,7 +30,7 @@ from ray_weightsync.fleet.staging import AFTER_REPLY_S
 from ray_weightsync.fleet.states import ReplicaEvent, ReplicaState
 from ray_weightsync.fleet.turns import Busy
 from ray_weightsync.fleet.values import Sealed, Ticket, Way
-from ray_weightsync.fleet.verdicts import aborted, verdict
+from ray_weightsync.fleet.verdicts import not_committed, verdict
 from ray_weightsync.fleet.within_reach import within_reach
 from ray_weightsync.report import ReplicaReport, SyncReport
 from ray_weightsync.weights.plan import Plan
@@ -305,13 +305,7 @@ class Rounds:
         try:
             return await bring.run()
         except Aborted as end:
-            raise aborted(
-                self._roster,
-                f"Version {snapshot.label} was not committed.",
-                culprits=end.failures,
-                stuck=end.stuck,
-                hint=_hint_after(end),
-            ) from end
+            raise not_committed(self._roster, snapshot.label, end) from end
         except NotAll as end:
             assert before is not None
             undone = Undone(id=log.round_id, label=snapshot.label, failures=end.failures)
@@ -328,12 +322,6 @@ class Rounds:
         if (error := verdict(report, self._settings.on_failure, self._roster.log_hints(), serving=others)) is not None:
             raise error
         return report
-
-
-def _hint_after(end: Aborted) -> str:
-    if any(failed.phase == "init" for failed in end.failures.values()):
-        return "mend what keeps the trainer engine or its ends in the engines from being set up, and call again"
-    return "call again; raise Timeouts.pause_s if the engines are slow to pause"
 
 
 def _holds(replica: Replica, snapshot: Snapshot) -> bool:

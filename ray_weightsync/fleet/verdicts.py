@@ -14,6 +14,7 @@ from ray_weightsync.report import ReplicaReport, SyncReport
 if TYPE_CHECKING:
     from ray_weightsync.fleet.journal import Undone
     from ray_weightsync.fleet.roster import Roster
+    from ray_weightsync.fleet.round import Aborted
 
 
 def verdict(
@@ -87,6 +88,14 @@ def aborted(
         log_hint="; ".join(hints) or None,
         hint=hint,
     )
+
+
+def not_committed(roster: Roster, label: str, end: Aborted) -> RoundAborted | FleetTorn:
+    """The error for a round whose members were put back before *start*."""
+    hint = "call again; raise Timeouts.pause_s if the engines are slow to pause"
+    if any(failed.phase == "init" for failed in end.failures.values()):
+        hint = "mend what keeps the trainer engine or its ends in the engines from being set up, and call again"
+    return aborted(roster, f"Version {label} was not committed.", culprits=end.failures, stuck=end.stuck, hint=hint)
 
 
 def taken_back(roster: Roster, undone: Undone, reports: Sequence[ReplicaReport]) -> RoundAborted | FleetTorn:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ray_weightsync.config import FailurePolicy, Native
-from ray_weightsync.errors import FleetTorn, RoundAborted, WeightSyncError
+from ray_weightsync.errors import FleetTorn, ReplicasLost, RoundAborted
 from ray_weightsync.fleet.bring import Bring
 from ray_weightsync.fleet.round import RoundLog, RoundSpec
 from tests.unit.fleet.fake_engine import FakeEngine
@@ -113,11 +113,26 @@ def test_who_was_fenced_before_is_not_said_to_serve() -> None:
     async def story() -> None:
         fleet = await FakeFleet(3).attach()
         fleet.engines[2].faults["update"] = "raise"
-        with pytest.raises(WeightSyncError):
+        with pytest.raises(ReplicasLost):
             await fleet.send("v1")
         fleet.engines[0].faults["pause"] = "raise"
         with pytest.raises(RoundAborted, match="version v1 still serves everywhere, except on r2, which is fenced"):
             await fleet.send("v2")
+
+    run(story)
+
+
+def test_the_last_one_that_serves_serves_on_where_it_could_not_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story() -> None:
+        fleet = await FakeFleet(2).attach()
+        fleet.engines[0].faults["update"] = "raise"
+        with pytest.raises(ReplicasLost):
+            await fleet.send("v1")
+        await fleet.open("v2")
+        monkeypatch.setattr(fleet.coordinator._parts, "longest_turn_s", lambda: 0.01)
+        with pytest.raises(RoundAborted, match="version v1 still serves"):
+            await fleet.coordinator.membership.remove("r1")
+        assert fleet.coordinator.status().serving == ("r1",)
 
     run(story)
 
