@@ -35,6 +35,7 @@ class Staging:
         stores: The snapshot stores.
         transport: Number of slots, overlap and directory.
         timeouts: Deadlines for the stores.
+        unchanged: Says to a caller for whom nothing was done what holds.
     """
 
     def __init__(self, stores: Stores, transport: Host, timeouts: Timeouts, unchanged: Unchanged) -> None:
