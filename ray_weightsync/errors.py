@@ -143,7 +143,11 @@ class UnsupportedError(EngineCallError):
 
 
 class RoundAborted(WeightSyncError):
-    """The round changed nothing: the old version serves everywhere. The call may be repeated."""
+    """The round changed nothing: the old version serves everywhere. The call may be repeated.
+
+    Everywhere but on replicas that were fenced before, which it names. Where a source fails, the sender knows no more than that no engine
+    was touched.
+    """
 
 
 class ReplicasLost(WeightSyncError):

@@ -258,7 +258,9 @@ class WeightSync(FleetLife):
         timeouts = self._settings.timeouts
 
         def refuse(report: SyncReport, said: dict[str, str]) -> SyncReport:
-            amended: SyncReport = self._link.ask("refuse", report, said, limit_s=timeouts.round_s(report.num_bytes) + timeouts.status_s)
+            waiting_s = timeouts.staging_s(report.num_bytes) + timeouts.round_s(report.num_bytes)  # for another sender's round
+            limit_s = waiting_s + 2 * timeouts.resume_s + timeouts.status_s
+            amended: SyncReport = self._link.ask("refuse", report, said, limit_s=limit_s)
             return amended
 
         return probed(act, probe, self._targets, refuse=refuse, limit_s=timeouts.attest_s)

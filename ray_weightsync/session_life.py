@@ -51,7 +51,7 @@ class FleetLife:
             ConfigError: for an id that is unknown or retired.
             RoundAborted: nothing changed: there is no committed snapshot to heal from, or a round did not end.
             ReplicasLost: some could not be healed; they are fenced. The report says why.
-            FleetTorn: and so no replica serves.
+            FleetTorn: no replica serves, afterwards or as before.
         """
         self._require_open()
         round_id, limit_s = uuid.uuid4().hex, self._turn_s()
@@ -144,7 +144,7 @@ class FleetLife:
 
         Raises:
             ConfigError: for an id that is unknown, or the last replica of the session. One that has left already is no error.
-            RoundAborted: if a round does not end; the replica stays.
+            RoundAborted, FleetTorn: if a round does not end; the replica stays.
         """
         self._require_open()
         if drain_s is not None:
@@ -199,7 +199,7 @@ class FleetLife:
 
         Raises:
             ConfigError: for another level, or if no engine can sleep.
-            RoundAborted: if a round does not end; nothing changed.
+            RoundAborted, FleetTorn: if a round does not end; nothing changed.
             WeightSyncError: if some did not; all others sleep.
         """
         self._require_open()

@@ -117,12 +117,13 @@ class Bring:
             calls.append(Call("mark", timeouts.commit_s, SET_VERSION, (self.spec.tombstone,)))
         if self._is_sync(member):
             calls = self._after_requests(calls)
+        marks = any(call.phase == "mark" for call in calls)
         try:
             member.found_again(await self._chain(member, "pause", calls))
         except StepFailed as failed:
-            member.marked = failed.phase == "mark" or failed.goes_on
+            member.marked = marks and (failed.phase == "mark" or failed.goes_on)  # perhaps: putting the label back does no harm
             raise
-        member.marked = any(call.phase == "mark" for call in calls)
+        member.marked = marks
 
     async def _without_the_fenced(self, members: list[Member]) -> list[Member]:
         """Those who take part. One that was fenced before, and still cannot be paused, keeps nobody else from the version."""
@@ -280,19 +281,20 @@ class Bring:
 
         With ``fence_who_fails`` a member that fails is fenced at once: its requests are not to wait for the slowest of the others.
         """
-        if not members:
-            return
 
         async def run(member: Member) -> None:
             try:
                 await act(member)
             except StepFailed as failed:
-                member.failed = failed
-                if fence_who_fails:
-                    self.on_lost(member.replica.id, str(failed))
-                    fencing = fence(member.replica, failed, spec=self.spec, timeline=self.log.timeline)
-                    self.on_phase(what)  # a router is not to wait for the end of the round
-                    await fencing
+                await fail(member, failed)
+
+        async def fail(member: Member, failed: StepFailed) -> None:
+            member.failed = failed
+            if fence_who_fails:
+                self.on_lost(member.replica.id, str(failed))
+                fencing = fence(member.replica, failed, spec=self.spec, timeline=self.log.timeline)
+                self.on_phase(what)  # a router is not to wait for the end of the round
+                await fencing
 
         calls = {member.replica.id: partial(run, member) for member in members}
         warn_every_s = self.spec.timeouts.warn_every_s
@@ -302,8 +304,6 @@ class Bring:
             name = member.replica.id
             if name in outcomes.late:  # it may go on whenever what it waits for has come: not to be used before
                 member.replica.left_unanswered(outcomes.late[name])
-                member.failed = StepFailed(what, outcomes.failures[name], limit_s)
-                if fence_who_fails:
-                    await fence(member.replica, member.failed, spec=self.spec, timeline=self.log.timeline)
+                await fail(member, StepFailed(what, outcomes.failures[name], limit_s))
             elif name in outcomes.errors:
                 raise outcomes.errors[name]  # a bug of ours: the coordinator fences every member

@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from ray_weightsync.config import is_tombstone
-from ray_weightsync.errors import RoundAborted
 from ray_weightsync.fleet.journal import (
     MAX_OUTCOMES,
     Journal,
@@ -20,6 +19,7 @@ from ray_weightsync.fleet.journal import (
     ReplicaRecord,
     RoundRecord,
     SnapshotRecord,
+    Undone,
 )
 from ray_weightsync.fleet.keyring import Keyring
 from ray_weightsync.fleet.replica import Replica
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 KEPT = (
     *("version", "brought", "attested", "left", "holds_end", "owner_paused", "fenced_by_us", "error"),
-    *("heals", "probe_failed", "asleep_tags", "leaving", "lost", "replaced_by", "taken_by"),
+    *("heals", "refused_in", "doubted", "asleep_tags", "leaving", "lost", "replaced_by", "taken_by"),
 )
 """What a successor has to know of a replica, by the names of its attributes."""
 
@@ -77,7 +77,15 @@ class Chronicle:
         self.outcomes, self._round = dict(record.outcomes), record.round
         self.keyring.add(record.keys)
 
-    async def before(self, snapshot: Snapshot, members: Iterable[Replica], round_id: str, *, each_for_itself: bool = False) -> None:
+    async def before(
+        self,
+        snapshot: Snapshot,
+        members: Iterable[Replica],
+        round_id: str,
+        *,
+        each_for_itself: bool = False,
+        undone: Undone | None = None,
+    ) -> None:
         """Make a round durable. Costs nothing if it is already, with these members as they are.
 
         Args:
@@ -85,9 +93,10 @@ class Chronicle:
             members: To whom.
             round_id: Its id.
             each_for_itself: No member's end depends on the others, whatever the policy.
+            undone: The round that this one takes back, if it does.
 
         Raises:
-            RoundAborted: if it could not be written; no engine was touched.
+            RoundAborted, FleetTorn: if it could not be written; no engine was touched.
         """
         found = {replica.id: _found(replica) for replica in members}
         known = self._round
@@ -101,13 +110,14 @@ class Chronicle:
             snapshot=recorded(snapshot),
             members=found,
             all_or_none=backwards and self._parts.settings.on_failure.after_start == "all_or_none",
+            undone=undone,
         )
         try:
             await self.write(snapshot.plan)
         except Exception as error:
             self._round = None
-            raise RoundAborted(
-                f"Nothing changed: {self._parts.roster.serves()}. The round could not be written to the journal in Ray's control plane.",
+            raise self._parts.roster.unchanged(
+                "The round could not be written to the journal in Ray's control plane.",
                 phase="preflight",
                 limit_s=self._limit_s,
                 engine_message=words(error) or type(error).__name__,

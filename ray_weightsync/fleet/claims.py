@@ -151,7 +151,8 @@ class Claims:
         held_by = await self._take(new, all_or_none=False)
         await self._forget(filter(None, before.values()))
         for replica in new:
-            if (holder := held_by.get(replica.id)) is not None:
+            holder = held_by.get(replica.id)
+            if holder is not None and replica.state is not ReplicaState.RETIRED:  # health and a round may have found out at once
                 self.retire(replica, holder.session)
 
     def retire(self, replica: Replica, session: str) -> None:

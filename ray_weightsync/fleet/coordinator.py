@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from ray_weightsync.config import tombstone
 from ray_weightsync.engines.resolve import resolve
-from ray_weightsync.errors import AttachError, RoundAborted, WeightSyncError
+from ray_weightsync.errors import AttachError, WeightSyncError
 from ray_weightsync.fleet import takeover
 from ray_weightsync.fleet.choosing import SenderFacts
 from ray_weightsync.fleet.chronicle import Chronicle
@@ -135,7 +135,7 @@ class Coordinator:
         """How a round ended whose caller lost the answer with its coordinator.
 
         Raises:
-            RoundAborted: if no coordinator had begun it.
+            RoundAborted, FleetTorn: if no coordinator had begun it.
             WeightSyncError: what its caller would have been told; or that it has not ended in the time that a round may take.
         """
         began, limit_s = time.monotonic(), self._timeouts.staging_s(0) + self.rounds.longest_s
@@ -151,8 +151,8 @@ class Coordinator:
             await self._roster.watch(self._roster.sequence, limit_s=self._timeouts.status_s)
         outcome = self._parts.chronicle.outcomes.get(round_id)
         if outcome is None:
-            raise RoundAborted(
-                f"Nothing changed: {self._roster.serves()}. The coordinator died before this round had begun to touch an engine.",
+            raise self._roster.unchanged(
+                "The coordinator died before this round had begun to touch an engine.",
                 phase="recovery",
                 hint="call again",
             )

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from ray_weightsync.config import is_tombstone, tombstone
-from ray_weightsync.errors import RoundAborted
+from ray_weightsync.errors import FleetTorn, RoundAborted
 from ray_weightsync.fleet.cluster import Process
 from ray_weightsync.fleet.fence import fence_engine
 from ray_weightsync.fleet.parts import Parts
@@ -132,7 +132,7 @@ class Health:
         holder, timeouts = uuid.uuid4().hex, self._parts.timeouts
         try:
             await self._parts.turn.take(holder, busy="raise", limit_s=timeouts.status_s)
-        except RoundAborted:
+        except (RoundAborted, FleetTorn):
             return  # a round has begun: it pauses and marks everyone itself
         try:
             for replica in [each for each in self._roster.members if each.id in loose and is_loose(each)]:

@@ -17,6 +17,7 @@ from ray_weightsync.errors import WeightSyncError
 from ray_weightsync.fleet import cluster
 from ray_weightsync.fleet.cluster import Process
 from ray_weightsync.fleet.keyring import Keys
+from ray_weightsync.fleet.steps import StepFailed
 from ray_weightsync.fleet.values import Sealed, Settings
 from ray_weightsync.report import SyncReport
 
@@ -73,13 +74,34 @@ class MemberRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Undone:
+    """A round that was for all or none and is taken back: its caller waits for the end of the one that brings everybody back.
+
+    Attributes:
+        id: The round.
+        label: Its version's.
+        failures: Why it is taken back, by replica.
+    """
+
+    id: str
+    label: str
+    failures: dict[str, StepFailed]
+
+
+@dataclass(frozen=True, kw_only=True)
 class RoundRecord:
-    """A round that may have begun to touch engines. ``all_or_none``: nobody is committed unless all are attested."""
+    """A round that may have begun to touch engines.
+
+    Attributes:
+        all_or_none: Nobody is committed unless all are attested.
+        undone: The round that this one takes back, if it does.
+    """
 
     id: str
     snapshot: SnapshotRecord
     members: dict[str, MemberRecord]
     all_or_none: bool = False
+    undone: Undone | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -69,6 +69,6 @@ class LiveRounds:
         self._parts.roster.ranks = table
 
     def _of(self, snapshot_id: str) -> Live[Any]:
-        live = self._parts.staging.require(snapshot_id, self._parts.roster.serves()).live
+        live = self._parts.staging.require(snapshot_id).live
         assert live is not None, "it was opened with an offer"
         return live

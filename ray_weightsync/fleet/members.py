@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 
-from ray_weightsync.errors import CallFailure, FleetTorn, RoundAborted
+from ray_weightsync.errors import CallFailure, FleetTorn
 from ray_weightsync.fleet.homes import home_of
 from ray_weightsync.fleet.parts import Parts
 from ray_weightsync.fleet.preflight import PHASE, Source, check, judging_s
@@ -26,7 +26,7 @@ async def members_of(snapshot: Snapshot, log: RoundLog, parts: Parts) -> list[Re
 
     Raises:
         RoundAborted: if a replica that is not fenced cannot take part.
-        FleetTorn: if nobody can.
+        FleetTorn: if nobody can, or so nobody serves any more.
         SessionConflict: because other sessions have taken all engines.
     """
     roster = parts.roster
@@ -47,16 +47,15 @@ async def members_of(snapshot: Snapshot, log: RoundLog, parts: Parts) -> list[Re
         roster.changed()
     if culprits:
         raise aborted(
+            roster,
             f"Version {snapshot.label} was refused before anything was touched.",
-            old=roster.label,
             culprits=culprits,
-            log_hints=roster.log_hints(),
             hint="mend what the engines named; replicas that are gone are left out when the call is repeated",
         )
     members = [replica for replica in candidates if replica.id not in failures]
     if (why := mixed(members)) is not None:
-        raise RoundAborted(
-            f"Nothing changed: {roster.serves()}. {why}.",
+        raise roster.unchanged(
+            f"{why}.",
             phase=PHASE,
             replicas=tuple(replica.id for replica in members),
             hint="remove() those of one kind",
@@ -135,8 +134,8 @@ async def _nodes(parts: Parts) -> dict[str, str]:
     try:
         return await asyncio.wait_for(parts.staging.copies.stores.nodes(), limit_s)
     except Exception as error:
-        raise RoundAborted(
-            f"Nothing changed: {parts.roster.serves()}. Ray did not tell which nodes there are.",
+        raise parts.roster.unchanged(
+            "Ray did not tell which nodes there are.",
             phase=PHASE,
             limit_s=limit_s,
             engine_message=words(error) or type(error).__name__,

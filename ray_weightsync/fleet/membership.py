@@ -119,7 +119,7 @@ class Membership:
 
         Raises:
             ConfigError: if there is no such replica, or nobody would be left. One that has left already is no error.
-            RoundAborted: if a round does not end; the replica stays.
+            RoundAborted, FleetTorn: if a round does not end; the replica stays.
         """
         replica = self._roster.named(replica_id)
         if replica.state is ReplicaState.RETIRED:

@@ -37,9 +37,9 @@ class Parts:
     def __init__(self, name: str, settings: Settings, stores: Stores, claims: Claims, chronicle: Chronicle) -> None:
         self.settings = settings
         self.roster = Roster(name)
-        self.staging = Staging(stores, settings.host, settings.timeouts)
+        self.staging = Staging(stores, settings.host, settings.timeouts, self.roster.unchanged)
         self.claims = claims
-        self.turn = Turn()
+        self.turn = Turn(self.roster.unchanged)
         self.chronicle = chronicle
         self._background: set[asyncio.Task[Any]] = set()
         chronicle.follow(self)
@@ -47,6 +47,12 @@ class Parts:
     @property
     def timeouts(self) -> Timeouts:
         return self.settings.timeouts
+
+    def longest_turn_s(self, num_bytes: int = 0) -> float:
+        """The longest that somebody else may keep the turn, in seconds: with what is committed, or as many bytes."""
+        if (committed := self.staging.committed) is not None:
+            num_bytes = max(num_bytes, committed.plan.num_bytes)
+        return self.timeouts.staging_s(num_bytes) + self.timeouts.round_s(num_bytes)
 
     def end_turn(self, holder: str) -> None:
         """Give the turn back if ``holder`` has it."""

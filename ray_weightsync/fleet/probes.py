@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from ray_weightsync.config import tombstone
+from ray_weightsync.errors import FleetTorn, RoundAborted, WeightSyncError
 from ray_weightsync.fleet.fence import fence_engine
 from ray_weightsync.fleet.parts import Parts
 from ray_weightsync.fleet.replica import Replica
@@ -20,37 +21,89 @@ PHASE = "probe"
 async def refuse(parts: Parts, report: SyncReport, complaints: Mapping[str, str]) -> SyncReport:
     """Fence the replicas that the probe complained of, by id, and say what holds now.
 
-    A replica that holds another version by now is left alone: what was probed is not served any more.
+    They are out of the serving set at once, and fenced when the round in progress has ended. A replica that holds another version by then
+    is left alone: what was probed is not served any more. Asked again, by a caller who lost the answer, it answers the same.
 
     Returns:
         The report, amended; only if nobody had to be fenced, or ``min_serving`` replicas still serve the version.
 
     Raises:
-        ReplicasLost, FleetTorn: as a round would.
+        ReplicasLost, FleetTorn: as a round would; also if the round in progress does not end.
     """
-    label, holder = str(report.version), f"probe of {report.round_id}"
-    await parts.turn.take(holder, busy="wait", limit_s=parts.timeouts.round_s(report.num_bytes))
+    holder = f"probe of {report.round_id}"
+    for replica in _holding(parts, report, complaints):
+        replica.doubted = True
+    parts.roster.changed()
     try:
-        replicas = parts.roster.replicas
-        refused = [replicas[name] for name in complaints if name in replicas and replicas[name].whole and replicas[name].version == label]
-        await asyncio.gather(*(_fence(parts, replica, complaints[replica.id], report.round_id) for replica in refused))
+        await parts.turn.take(holder, busy="wait", limit_s=parts.longest_turn_s(report.num_bytes))
+    except (RoundAborted, FleetTorn) as late:
+        return _not_fenced(parts, report, complaints, late)
+    try:
+        await asyncio.gather(*(_fence(parts, each, complaints[each.id], report.round_id) for each in _holding(parts, report, complaints)))
     finally:
         parts.end_turn(holder)
-    amended = _amended(report, {replica.id: replica for replica in refused}, complaints)
-    serving = [replica.id for replica in parts.roster.members if replica.whole and replica.version == label]
-    if refused and (error := verdict(amended, parts.settings.on_failure, parts.roster.log_hints(), serving=serving)) is not None:
+    refused = [replica for replica in _named(parts, complaints) if _is_refused(replica, report.round_id)]
+    amended, error = _told(parts, report, refused, complaints)
+    if error is not None:
         raise error
     return amended
+
+
+def _named(parts: Parts, complaints: Mapping[str, str]) -> list[Replica]:
+    return [parts.roster.replicas[name] for name in complaints if name in parts.roster.replicas]
+
+
+def _holding(parts: Parts, report: SyncReport, complaints: Mapping[str, str]) -> list[Replica]:
+    """Those complained of that still hold what was probed."""
+    return [each for each in _named(parts, complaints) if each.whole and each.version == str(report.version)]
+
+
+def _is_refused(replica: Replica, round_id: str) -> bool:
+    """Whether a replica is fenced since the probe refused it after this round; a coordinator that died may have left only the mark."""
+    return not replica.whole and (replica.refused_in == round_id or replica.engine.facts.version == tombstone(round_id))
 
 
 async def _fence(parts: Parts, replica: Replica, complaint: str, round_id: str) -> None:
     timeouts = parts.timeouts
     failed = StepFailed.refused(PHASE, complaint, timeouts.attest_s)
     replica.lose_weights(str(failed))
-    replica.probe_failed = True
+    replica.refused_in = round_id
     parts.roster.changed()
     release = parts.settings.on_failure.release_requests
     await fence_engine(replica, tombstone(round_id), limit_s=timeouts.resume_s, release=release, timeline=Timeline())
+
+
+def _not_fenced(parts: Parts, report: SyncReport, complaints: Mapping[str, str], late: WeightSyncError) -> SyncReport:
+    """What holds if the turn was not to be had: nobody is sent to whom the probe refused, and none of them was touched."""
+    doubted = [replica for replica in _holding(parts, report, complaints) if replica.doubted]
+    amended, error = _told(parts, report, doubted, complaints)
+    names = ", ".join(replica.id for replica in doubted)
+    what = f"{names}: out of the serving set, but neither paused nor marked, since a round is still in progress"
+    if error is None:
+        return dataclasses.replace(amended, notes=(*amended.notes, what)) if doubted else amended
+    serving = ", ".join(_serving(parts, report))
+    raise type(error)(
+        f"{f'Version {report.version} serves on {serving}' if serving else 'No replica serves'}. Refused by the probe: {what}.",
+        phase=PHASE,
+        replicas=tuple(replica.id for replica in doubted),
+        elapsed_s=late.elapsed_s,
+        limit_s=late.limit_s,
+        engine_message=error.engine_message,
+        hint=f"see status() for the round; the next version, or heal(), brings what is out back: {names}",
+        report=amended,
+    ) from late
+
+
+def _serving(parts: Parts, report: SyncReport) -> list[str]:
+    return [each.id for each in parts.roster.members if each.whole and not each.doubted and each.version == str(report.version)]
+
+
+def _told(
+    parts: Parts, report: SyncReport, refused: list[Replica], complaints: Mapping[str, str]
+) -> tuple[SyncReport, WeightSyncError | None]:
+    amended = _amended(report, {replica.id: replica for replica in refused}, complaints)
+    hints = parts.roster.log_hints()
+    return amended, verdict(amended, parts.settings.on_failure, hints, serving=_serving(parts, report)) if refused else None
 
 
 def _amended(report: SyncReport, refused: Mapping[str, Replica], complaints: Mapping[str, str]) -> SyncReport:

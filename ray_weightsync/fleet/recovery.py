@@ -11,21 +11,20 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
-from ray_weightsync.errors import CallFailure, FleetTorn
+from ray_weightsync.errors import CallFailure
 from ray_weightsync.fleet.bring import Bring
 from ray_weightsync.fleet.fence import fence, fence_engine
-from ray_weightsync.fleet.journal import Outcome, Record, RoundRecord, SnapshotRecord
+from ray_weightsync.fleet.journal import Record, RoundRecord, SnapshotRecord
+from ray_weightsync.fleet.outcomes import outcomes_of
 from ray_weightsync.fleet.putback import put_back
 from ray_weightsync.fleet.reaching import Reach, Reaching
 from ray_weightsync.fleet.replica import Left, Replica
-from ray_weightsync.fleet.reporting import report_of
 from ray_weightsync.fleet.round import Member, RoundLog, RoundSpec
 from ray_weightsync.fleet.settlement import Ending, Standing, Trace, endings, standing, trace, why
 from ray_weightsync.fleet.snapshot import Copy, Snapshot
 from ray_weightsync.fleet.states import ReplicaEvent, ReplicaState
 from ray_weightsync.fleet.steps import Call, StepFailed, Timeline, chain
 from ray_weightsync.fleet.values import Sealed
-from ray_weightsync.fleet.verdicts import aborted, verdict
 from ray_weightsync.protocol.channel import FINISH, INIT, PAUSE
 from ray_weightsync.protocol.threads import in_daemon_thread
 from ray_weightsync.report import ReplicaReport
@@ -57,6 +56,7 @@ class Recovery:
         self._problems = self._reaching.problems
         self._num_bytes = 0
         self._settled: set[str] = set()
+        self._committed: set[str] = set()
         self._record = record
         if record is not None:
             self._succeed(record)
@@ -91,9 +91,15 @@ class Recovery:
         await self._parts.claims.follow([self._roster.replicas[name] for name in found])
         snapshots = {each.id: self._snapshot(each, plans[each.plan], kept) for each in at_work if each.plan in plans}
         committed = snapshots.get(record.committed.id) if record.committed else None
-        if record.round is not None and await self._settle(record.round, found, snapshots.get(record.round.snapshot.id)):
-            committed = snapshots.get(record.round.snapshot.id)
+        reports: list[ReplicaReport] = []
+        if record.round is not None:
+            of_round = snapshots.get(record.round.snapshot.id)
+            reports = await self._settle(record.round, found, of_round)
+            committed = of_round if self._serving(reports) else committed
         await self._stand(record, found)
+        if record.round is not None:  # only now is it known who serves
+            for round_id, outcome in outcomes_of(self._parts, record.round, of_round, reports, self._serving(reports)).items():
+                self._parts.chronicle.ended(round_id, outcome)
         if committed is not None:
             self._parts.staging.keep(committed)
             await self._parts.staging.settled()
@@ -153,8 +159,8 @@ class Recovery:
 
     # --- the round that was in progress -------------------------------------------------------------------------------------
 
-    async def _settle(self, round_: RoundRecord, found: dict[str, EngineFacts], snapshot: Snapshot | None) -> bool:
-        """Carry the round to an end on each of its members. Returns whether somebody serves its version now."""
+    async def _settle(self, round_: RoundRecord, found: dict[str, EngineFacts], snapshot: Snapshot | None) -> list[ReplicaReport]:
+        """Carry the round to an end on each of its members."""
         members = {name: each for name, each in round_.members.items() if self._is_member(name)}
         label, busy = round_.snapshot.label, self._reaching.busy
         traces = {name: Trace.BUSY if name in busy else trace(found.get(name), each, round_.id, label) for name, each in members.items()}
@@ -166,13 +172,16 @@ class Recovery:
         logger.warning("round %s, version %s: %s", round_.id, label, ", ".join(f"{name}: {end.value}" for name, end in ends.items()))
         brings = {name: Bring(spec, [], _no_payloads, _nothing, RoundLog(spec.round_id)) for name in ends}
         runs = [self._end(brings[name], name, ends[name], traces[name], round_) for name in ends]
-        reports = dict(zip(ends, await asyncio.gather(*runs), strict=True))
-        serving = [name for name, end in ends.items() if end is Ending.COMMIT and self._roster.replicas[name].whole]
-        if serving and not self._roster.ordinals.get(spec.label):
+        reports = list(await asyncio.gather(*runs))
+        self._committed = {name for name, end in ends.items() if end is Ending.COMMIT}
+        if self._serving(reports) and not self._roster.ordinals.get(spec.label):
             self._roster.commit(spec.label)
-        self._parts.chronicle.ended(round_.id, self._outcome(round_, snapshot, list(reports.values()), serving))
         self._settled = {name for name, end in ends.items() if end is not Ending.PUT_BACK}
-        return bool(serving)
+        return reports
+
+    def _serving(self, reports: list[ReplicaReport]) -> list[str]:
+        """Which members serve the round's version."""
+        return [each.id for each in reports if each.id in self._committed and self._roster.replicas[each.id].whole]
 
     def _is_member(self, name: str) -> bool:
         replica = self._roster.replicas.get(name)
@@ -252,32 +261,6 @@ class Recovery:
             if end is Ending.COMMIT:
                 await fence(replica, failed, spec=bring.spec, timeline=timeline)
         return member.report(dict(timeline.seconds[name]))
-
-    def _outcome(self, round_: RoundRecord, snapshot: Snapshot | None, reports: list[ReplicaReport], serving: list[str]) -> Outcome:
-        """What the round's caller is told, who lost the answer with the coordinator."""
-        label, settings, hints = round_.snapshot.label, self._parts.settings, self._roster.log_hints()
-        lost = {each.id: each for each in reports if each.failed_phase is not None}
-        failures = {name: StepFailed.refused(each.failed_phase or PHASE, each.error or "") for name, each in lost.items()}
-        others = [each.id for each in self._roster.members if each.whole]
-        if not serving and (others or not lost):
-            return aborted(
-                f"Version {label} was not committed: the coordinator died.",
-                old=self._roster.label,
-                culprits=failures,
-                stuck=failures,
-                log_hints=hints,
-                hint="call again",
-            )
-        if snapshot is None:
-            return FleetTorn(
-                f"No replica serves: the coordinator died in the round of version {label}, and its plan is lost.",
-                phase=PHASE,
-                replicas=tuple(round_.members),
-                hint="send_weights again (a complete round makes one whole)",
-            )
-        note = "the coordinator died during this round; its successor brought it to an end"
-        report = report_of(snapshot, snapshot.log, self._roster, settings, reports, notes=[note], repeated=False)
-        return verdict(report, settings.on_failure, hints, serving=serving) or report
 
     # --- everybody else -----------------------------------------------------------------------------------------------------
 

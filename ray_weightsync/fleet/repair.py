@@ -41,15 +41,13 @@ class Repair:
     @property
     def longest_turn_s(self) -> float:
         """The longest that somebody else may keep the turn, in seconds."""
-        committed, timeouts = self._parts.staging.committed, self._parts.timeouts
-        num_bytes = committed.plan.num_bytes if committed is not None else 0
-        return timeouts.staging_s(num_bytes) + timeouts.round_s(num_bytes)
+        return self._parts.longest_turn_s()
 
     async def turn(self, what: str) -> str:
         """Wait for the turn, for something that is no round; and say who has it.
 
         Raises:
-            RoundAborted: if a round does not end.
+            RoundAborted, FleetTorn: if a round does not end.
         """
         holder = f"{what}-{uuid.uuid4().hex}"
         await self._parts.turn.take(holder, busy="wait", limit_s=self.longest_turn_s)
@@ -67,7 +65,7 @@ class Repair:
             ConfigError: for an id that is unknown or retired.
             RoundAborted: if there is no committed snapshot to heal from, or the turn is not free in time. Nothing changed.
             ReplicasLost: if some could not be healed.
-            FleetTorn: if so no replica serves.
+            FleetTorn: if no replica serves, afterwards or as before.
         """
         named = [self._roster.named(replica_id) for replica_id in replica_ids]
         if retired := [replica.id for replica in named if replica.state is ReplicaState.RETIRED]:
@@ -159,14 +157,14 @@ class Repair:
         staging = self._parts.staging
         committed = staging.committed
         if committed is None:
-            raise RoundAborted(
-                f"Nothing changed: {self._roster.serves()}. No version was committed in this session, so there is nothing to heal from.",
+            raise self._roster.unchanged(
+                "No version was committed in this session, so there is nothing to heal from.",
                 phase="heal",
                 hint="send_weights: it brings every replica that answers to the new version",
             )
         if (why := await staging.why_unreadable(committed)) is not None:
-            raise RoundAborted(
-                f"Nothing changed: {self._roster.serves()}. The snapshot of version {committed.label} is lost, so nobody can be healed.",
+            raise self._roster.unchanged(
+                f"The snapshot of version {committed.label} is lost, so nobody can be healed.",
                 phase="heal",
                 engine_message=why,
                 hint="send_weights: the next version makes a new snapshot, and brings every replica that answers to it",
@@ -185,8 +183,8 @@ class Repair:
         untouched = [report for report in reports if report.failed_phase is not None and self._roster.named(report.id).whole]
         if untouched and len(untouched) == len(reports):
             told = "; ".join(f"{report.id}, {report.failed_phase}: {report.error}" for report in untouched)
-            raise RoundAborted(
-                f"Nothing changed: {self._roster.serves()}, also on what could not be healed.",
+            raise self._roster.unchanged(
+                "What could not be healed goes on as it was.",
                 phase=untouched[0].failed_phase,
                 replicas=tuple(report.id for report in untouched),
                 engine_message=told,
@@ -225,7 +223,7 @@ def never_again(replica: Replica) -> str | None:
 
 def healed_enough(replica: Replica, *, max_heals: int) -> str | None:
     """Why a replica is not worth another repair that nobody asked for, or None. Pure."""
-    if replica.heals < max_heals or replica.probe_failed:
+    if replica.heals < max_heals or replica.refused_in:
         return None
     return f"healed {replica.heals} times without a round that it got through; last: {replica.error}"
 
@@ -233,4 +231,4 @@ def healed_enough(replica: Replica, *, max_heals: int) -> str | None:
 def may_be_healed_unasked(replica: Replica) -> bool:
     """Whether a replica that does not serve can be healed now, and nothing says that this would be in vain. Pure."""
     stock = replica.engine.facts.is_stock  # the next round brings it; until then it costs no heal
-    return not (stock or replica.asleep or replica.unanswered or replica.probe_failed or replica.lost)
+    return not (stock or replica.asleep or replica.unanswered or replica.refused_in or replica.lost)

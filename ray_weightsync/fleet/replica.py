@@ -44,6 +44,7 @@ class Replica:
         holds_end: Its workers keep what a trainer engine of vLLM's had set up in them.
         served: It was SERVING when the round in progress passed *start*; a router may go on sending (requests queue).
         leaving: Its removal was asked for: no new requests, no further round.
+        doubted: The user's own probe refused its outputs, and it is not fenced yet, since a round is in progress: no new requests.
         owner_paused: Its owner had paused it before this session first touched it, and finds it so afterwards.
         fenced_by_us: Its pause is this session's (or a dead session's, by its tombstone) and ends with its next commit.
         plans: Digests of the plans that its preflight accepted, for its present incarnation.
@@ -52,7 +53,7 @@ class Replica:
         headers: The tensors of a stock engine's checkpoint, once it was asked for them.
         error: Why it is quarantined or lost.
         heals: How often it was healed without being asked since it last took part in a sender's round.
-        probe_failed: The user's own probe refused its outputs; it is not healed without being asked.
+        refused_in: The round after which the user's own probe refused its outputs; it is not healed without being asked.
         asleep_tags: What this session put to sleep and nobody has woken up since: of ``"weights"`` and ``"kv_cache"``.
         lost: It was given up because it cannot be healed, not because its user let it go.
         replaced_by: Id of the replica that took its place.
@@ -69,6 +70,7 @@ class Replica:
     holds_end: bool = False
     served: bool = False
     leaving: bool = False
+    doubted: bool = False
     owner_paused: bool = False
     fenced_by_us: bool = False
     plans: set[str] = field(default_factory=set)
@@ -77,7 +79,7 @@ class Replica:
     headers: Headers | None = None
     error: str | None = None
     heals: int = 0
-    probe_failed: bool = False
+    refused_in: str | None = None
     asleep_tags: set[str] = field(default_factory=set)
     lost: bool = False
     replaced_by: str | None = None
@@ -112,18 +114,20 @@ class Replica:
     @property
     def serving(self) -> bool:
         """Whether a router may send requests to it."""
-        return self.whole and not self.leaving and not self.asleep
+        return self.whole and not (self.leaving or self.doubted or self.asleep)
 
     def happen(self, event: ReplicaEvent, *, error: str | None = None) -> None:
         """Move to the state that ``event`` leads to."""
         before, self.state = self.state, move(self.state, event)
         if event is ReplicaEvent.START:
             self.served = before is ReplicaState.SERVING or (before is ReplicaState.UPDATING and self.served)
+        if event in (ReplicaEvent.COMMIT, ReplicaEvent.FAIL):
+            self.doubted = False  # of what it holds no longer, or fenced for good
         if event in (ReplicaEvent.START, ReplicaEvent.FAIL):
             self.brought = self.attested = False
         if event is ReplicaEvent.COMMIT:
             self.left = Left.NOTHING
-            self.heals, self.probe_failed, self.lost = 0, False, False
+            self.heals, self.refused_in, self.lost = 0, None, False
         self.error = error if event in (ReplicaEvent.FAIL, ReplicaEvent.RETIRE) else None
         if before is not self.state:
             logger.info("%s: %s -> %s%s", self.id, before.value, self.state.value, f" ({error})" if error else "")
@@ -147,7 +151,7 @@ class Replica:
         self.brought = self.attested = False
         self.left, self.holds_end = Left.NOTHING, False
         self.fenced_by_us = False
-        self.probe_failed = False
+        self.refused_in = None
         self.asleep_tags = set()
 
     def left_unanswered(self, call: asyncio.Future[Any]) -> None:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from ray_weightsync.errors import CallFailure, FleetTorn, RoundAborted
+from ray_weightsync.errors import FleetTorn, RoundAborted
 from ray_weightsync.fleet.bring import Bring, Payloads
 from ray_weightsync.fleet.fence import fence
+from ray_weightsync.fleet.journal import Undone
 from ray_weightsync.fleet.parts import Parts
 from ray_weightsync.fleet.replica import Replica
-from ray_weightsync.fleet.round import Aborted, Member, NotAll, RoundLog, RoundSpec
+from ray_weightsync.fleet.round import Aborted, Member, RoundLog, RoundSpec
 from ray_weightsync.fleet.snapshot import Snapshot
 from ray_weightsync.fleet.states import ReplicaState
 from ray_weightsync.fleet.steps import StepFailed
-from ray_weightsync.fleet.verdicts import aborted
+from ray_weightsync.fleet.verdicts import taken_back
 from ray_weightsync.report import ReplicaReport
+
+logger = logging.getLogger(__name__)
 
 
 def spec_of(parts: Parts, snapshot: Snapshot, log: RoundLog, *, overlap: bool) -> RoundSpec:
@@ -62,12 +66,23 @@ def payloads_of(snapshot: Snapshot, spec: RoundSpec) -> Payloads:
     return on_their_nodes
 
 
-async def restore(parts: Parts, snapshot: Snapshot, log: RoundLog, replicas: Sequence[Replica]) -> list[ReplicaReport]:
-    """Bring each of ``replicas`` to a sealed snapshot.
+async def restore(
+    parts: Parts, snapshot: Snapshot, log: RoundLog, replicas: Sequence[Replica], *, undone: Undone | None = None
+) -> list[ReplicaReport]:
+    """Bring each of ``replicas`` to a sealed snapshot; back to it, if they were in a round that is ``undone``.
 
     What keeps one away is in its report; it is fenced, unless it served and was put back.
+
+    Raises:
+        RoundAborted, FleetTorn: if the journal cannot be written, and no engine was touched yet.
     """
-    await parts.chronicle.before(snapshot, list(replicas), log.round_id, each_for_itself=True)
+    try:
+        await parts.chronicle.before(snapshot, list(replicas), log.round_id, each_for_itself=True, undone=undone)
+    except (RoundAborted, FleetTorn) as error:
+        if undone is None:
+            raise
+        # They are torn as they are. Should this process die too, its successor fences those that carry a mark it does not know.
+        logger.error("the way back of version %s is not in the journal: %s", undone.label, error.engine_message)
     out_of_reach = await parts.staging.spread(snapshot, replicas, log.timeline)
     spec = spec_of(parts, snapshot, log, overlap=False)
     payloads = payloads_of(snapshot, spec)
@@ -94,34 +109,10 @@ async def restore(parts: Parts, snapshot: Snapshot, log: RoundLog, replicas: Seq
         parts.roster.changed()
 
 
-async def roll_back(parts: Parts, before: Snapshot, label: str, members: Sequence[Replica], end: NotAll) -> RoundAborted | FleetTorn:
-    """Bring every replica that the round of ``label`` touched back to the snapshot committed before, and say how that went."""
+async def roll_back(parts: Parts, before: Snapshot, undone: Undone, members: Sequence[Replica]) -> RoundAborted | FleetTorn:
+    """Bring every replica that the round ``undone`` touched back to the snapshot committed before, and say how that went."""
     parts.roster.changed("roll back")
     for replica in members:
         replica.fenced_by_us = True  # its pause is ours to end, and its tombstone does not mean that somebody else's round left it
-    reports = await restore(parts, before, RoundLog(uuid.uuid4().hex), [replica for replica in members if not replica.unanswered])
-    back = {report.id for report in reports if report.failed_phase is None}
-    stuck = {name: failed for name, failed in end.failures.items() if name not in back}
-    stuck |= {report.id: _failure(report) for report in reports if report.id not in back and report.id not in stuck}
-    if not any(replica.whole for replica in parts.roster.members):
-        return FleetTorn(
-            f"No replica serves: version {label} failed on {', '.join(end.failures)}, and could be taken back from none.",
-            phase=next(iter(stuck.values())).phase,
-            replicas=tuple(stuck),
-            engine_message="; ".join(f"{name}: {failed.failure.message}" for name, failed in stuck.items()),
-            hint="send_weights again (a complete round makes one whole)",
-        )
-    return aborted(
-        f"Version {label} failed on {', '.join(end.failures)}, and was taken back from all.",
-        old=parts.roster.label,
-        culprits=end.failures,
-        stuck=stuck,
-        log_hints=parts.roster.log_hints(),
-        hint="mend or replace what failed and call again",
-    )
-
-
-def _failure(report: ReplicaReport) -> StepFailed:
-    phase = report.failed_phase or "commit"
-    elapsed_s = report.phases_s.get(phase, 0.0)
-    return StepFailed(phase, CallFailure(message=report.error or "", kind="raised", elapsed_s=elapsed_s), elapsed_s)
+    able = [replica for replica in members if not replica.unanswered]
+    return taken_back(parts.roster, undone, await restore(parts, before, RoundLog(uuid.uuid4().hex), able, undone=undone))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from ray_weightsync.config import AdoptPolicy, is_tombstone
-from ray_weightsync.errors import ConfigError
+from ray_weightsync.errors import ConfigError, FleetTorn, RoundAborted
 from ray_weightsync.fleet.replica import Replica
 from ray_weightsync.fleet.states import ReplicaEvent, ReplicaState
 from ray_weightsync.report import FleetStatus
@@ -125,9 +126,24 @@ class Roster:
         self.epoch = max([self.epoch, *seen]) + 1
         return self.epoch
 
-    def serves(self) -> str:
-        """What the fleet serves, in words, for errors of rounds that changed nothing."""
-        return f"version {self.label} still serves" if self.label is not None else "the engines serve what they had"
+    @property
+    def serves(self) -> bool:
+        """Whether some member holds the version; before the first one, whether some member has the weights it came with."""
+        whole = any(each.whole and not each.doubted for each in self.replicas.values())  # one that is about to leave may yet stay
+        return whole or (self.label is None and any(each.state is not ReplicaState.QUARANTINED for each in self.members))
+
+    def unchanged(self, what: str, *, hint: str, **fields: Any) -> RoundAborted | FleetTorn:
+        """The error for a call that changed nothing. Its type is by whether anybody serves: that may have ended before.
+
+        Args:
+            what: What was not done, in a sentence.
+            hint: As ``fields``, of `WeightSyncError`.
+            fields: See there.
+        """
+        if not self.serves:
+            return FleetTorn(f"No replica serves. {what}", hint=f"{hint}; none may serve until a complete round makes it whole", **fields)
+        still = f"version {self.label} still serves" if self.label is not None else "the engines serve what they had"
+        return RoundAborted(f"Nothing changed: {still}. {what}", hint=hint, **fields)
 
     def log_hints(self) -> dict[str, str | None]:
         """Where each replica's log is to be found."""

@@ -12,10 +12,11 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from ray_weightsync.config import Native, version_label
-from ray_weightsync.errors import ConfigError, RoundAborted, WeightSyncError
+from ray_weightsync.errors import ConfigError, WeightSyncError
 from ray_weightsync.fleet.bring import Bring
 from ray_weightsync.fleet.broadcast import Broadcast
 from ray_weightsync.fleet.cluster import Process, until_gone
+from ray_weightsync.fleet.journal import Undone
 from ray_weightsync.fleet.live_rounds import LiveRounds
 from ray_weightsync.fleet.members import members_of
 from ray_weightsync.fleet.parts import Parts
@@ -29,7 +30,7 @@ from ray_weightsync.fleet.staging import AFTER_REPLY_S
 from ray_weightsync.fleet.states import ReplicaEvent, ReplicaState
 from ray_weightsync.fleet.turns import Busy
 from ray_weightsync.fleet.values import Sealed, Ticket, Way
-from ray_weightsync.fleet.verdicts import aborted, verdict
+from ray_weightsync.fleet.verdicts import not_committed, verdict
 from ray_weightsync.fleet.within_reach import within_reach
 from ray_weightsync.report import ReplicaReport, SyncReport
 from ray_weightsync.weights.plan import Plan
@@ -97,7 +98,7 @@ class Rounds:
         Raises:
             PlanUnknown: ``plan`` is needed.
             ConfigError: if the version was committed before and is not the present one.
-            RoundAborted: if another round does not end, or no memory is left.
+            RoundAborted, FleetTorn: if another round does not end, or no memory is left.
             SessionConflict: if other sessions have taken every engine of this one.
         """
         label = version_label(version)
@@ -108,9 +109,8 @@ class Rounds:
         try:
             self._parts.claims.require_any(self._roster.replicas.values())
             if snapshot_id in self._abandoned:
-                raise RoundAborted(
-                    f"Nothing changed: {self._roster.serves()}. The sender gave up while it waited for its turn.", phase="open"
-                )
+                why = "The sender gave up while it waited for its turn."
+                raise self._roster.unchanged(why, phase="open", hint="call again")
             if self._roster.was_committed_before(label):
                 raise ConfigError(f"version {label!r} was committed before; versions are unique (now: {self._roster.label!r})")
             self._roster.round_id = snapshot_id
@@ -121,8 +121,7 @@ class Rounds:
             log.transport_reason = way.reason
             if live is not None:
                 log.transport, log.attested, log.grouped = live.name, live.attested, live.grouped
-            serves = self._roster.serves()
-            snapshot = await self._staging.open(log, version, label, known, node_id, serves, kept=kept, live=live)
+            snapshot = await self._staging.open(log, version, label, known, node_id, kept=kept, live=live)
         except BaseException:
             self._parts.end_turn(snapshot_id)
             raise
@@ -154,15 +153,15 @@ class Rounds:
         """The sender has written everything: seal the snapshot on every node, and wait for the preflight's verdict.
 
         Raises:
-            RoundAborted: if the snapshot was given up meanwhile, a store refuses it, or a replica refused the plan.
+            RoundAborted, FleetTorn: if the snapshot was given up meanwhile, a store refuses it, or a replica refused the plan.
         """
         try:
-            snapshot = self._staging.require(snapshot_id, self._roster.serves())
+            snapshot = self._staging.require(snapshot_id)
             try:
                 await self._staging.seal(snapshot, sealed)
                 if snapshot.live is not None:
                     self._parts.spawn(self._parts.chronicle.sealed(snapshot))
-                await self._staging.sealed(snapshot, self._roster.serves())
+                await self._staging.sealed(snapshot)
                 members = await snapshot.judged()
                 if not snapshot.committing:  # else (overlap) a round is at it already, and its end says what became of each replica
                     await within_reach(self._parts, snapshot, members)
@@ -214,13 +213,13 @@ class Rounds:
         Raises:
             RoundAborted, ReplicasLost, FleetTorn: see `ray_weightsync.errors`.
         """
-        snapshot = self._staging.require(snapshot_id, self._roster.serves())
+        snapshot = self._staging.require(snapshot_id)
         if not holds_turn:
             await self._parts.turn.take(snapshot_id, busy="wait", limit_s=self._timeouts.round_s(snapshot.plan.num_bytes))
             self._roster.round_id = snapshot_id
         try:
             # Asked again: it may have given way to another one while this call waited for its turn.
-            self._staging.require(snapshot_id, self._roster.serves()).committing = True
+            self._staging.require(snapshot_id).committing = True
             if sealed is not None:
                 snapshot.sealing = self._parts.spawn(self._seal_beside(snapshot, sealed))
             if self._roster.was_committed_before(snapshot.label):
@@ -246,8 +245,8 @@ class Rounds:
     async def _require_wanted(self, snapshot: Snapshot) -> None:
         """Its sender may have given it up while the fleet was looked at."""
         if snapshot.over and snapshot.given_up is not None:
-            await self._staging.sealed(snapshot, self._roster.serves())  # raises, and says why
-        self._staging.require(snapshot.id, self._roster.serves())
+            await self._staging.sealed(snapshot)  # raises, and says why
+        self._staging.require(snapshot.id)
 
     async def _seal_beside(self, snapshot: Snapshot, sealed: Sealed) -> None:
         await asyncio.sleep(0.0)  # the engines are asked to pause first: that takes longer
@@ -276,11 +275,11 @@ class Rounds:
             return False
         if snapshot.live is not None:
             snapshot.live.invite_nobody()
-        mine = (await self._staging.sealed(snapshot, self._roster.serves())).digest
+        mine = (await self._staging.sealed(snapshot)).digest
         theirs = committed.written().digest
         if mine != theirs:
-            raise RoundAborted(
-                f"Nothing changed: {self._roster.serves()}. The same version was committed with other bytes.",
+            raise self._roster.unchanged(
+                "The same version was committed with other bytes.",
                 phase="commit",
                 hint=f"choose a new version; {snapshot.label!r} stands for weights {theirs}, not {mine}",
             )
@@ -292,7 +291,7 @@ class Rounds:
         """Bring ``members`` to ``snapshot``, all paused before the first one starts.
 
         Raises:
-            RoundAborted: if the round ended before *start*, or was rolled back.
+            RoundAborted, FleetTorn: if the round ended before *start*, or was rolled back.
         """
         await self._parts.chronicle.before(snapshot, members, log.round_id)
         before = self._staging.committed
@@ -306,17 +305,11 @@ class Rounds:
         try:
             return await bring.run()
         except Aborted as end:
-            raise aborted(
-                f"Version {snapshot.label} was not committed.",
-                old=self._roster.label,
-                culprits=end.failures,
-                stuck=end.stuck,
-                log_hints=self._roster.log_hints(),
-                hint=_hint_after(end),
-            ) from end
+            raise not_committed(self._roster, snapshot.label, end) from end
         except NotAll as end:
             assert before is not None
-            raise await roll_back(self._parts, before, snapshot.label, members, end) from end
+            undone = Undone(id=log.round_id, label=snapshot.label, failures=end.failures)
+            raise await roll_back(self._parts, before, undone, members) from end
         finally:
             for replica in members:
                 if replica.state is ReplicaState.UPDATING:
@@ -329,12 +322,6 @@ class Rounds:
         if (error := verdict(report, self._settings.on_failure, self._roster.log_hints(), serving=others)) is not None:
             raise error
         return report
-
-
-def _hint_after(end: Aborted) -> str:
-    if any(failed.phase == "init" for failed in end.failures.values()):
-        return "mend what keeps the trainer engine or its ends in the engines from being set up, and call again"
-    return "call again; raise Timeouts.pause_s if the engines are slow to pause"
 
 
 def _holds(replica: Replica, snapshot: Snapshot) -> bool:

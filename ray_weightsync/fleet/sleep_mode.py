@@ -99,7 +99,7 @@ class SleepMode:
 
         Raises:
             ConfigError: if no member has it.
-            RoundAborted: if a round does not end.
+            RoundAborted, FleetTorn: if a round does not end.
             WeightSyncError: naming those that failed. One that is fenced is no reason: it may be dead.
         """
         timeouts = self._parts.timeouts

@@ -10,7 +10,6 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from ray_weightsync.config import Host, Timeouts
-from ray_weightsync.errors import RoundAborted
 from ray_weightsync.fleet.copies import Ahead, Copies
 from ray_weightsync.fleet.live import Live
 from ray_weightsync.fleet.replica import Replica
@@ -18,6 +17,7 @@ from ray_weightsync.fleet.round import RoundLog
 from ray_weightsync.fleet.snapshot import Copy, Snapshot
 from ray_weightsync.fleet.steps import StepFailed, Timeline
 from ray_weightsync.fleet.stores import Stores
+from ray_weightsync.fleet.turns import Unchanged
 from ray_weightsync.fleet.values import Sealed
 from ray_weightsync.protocol.reading import words
 from ray_weightsync.weights.plan import Plan
@@ -35,13 +35,15 @@ class Staging:
         stores: The snapshot stores.
         transport: Number of slots, overlap and directory.
         timeouts: Deadlines for the stores.
+        unchanged: Says to a caller for whom nothing was done what holds.
     """
 
-    def __init__(self, stores: Stores, transport: Host, timeouts: Timeouts) -> None:
+    def __init__(self, stores: Stores, transport: Host, timeouts: Timeouts, unchanged: Unchanged) -> None:
         self.committed: Snapshot | None = None
         self.copies = Copies(stores, transport, timeouts)
         self._transport = transport
         self._timeouts = timeouts
+        self._unchanged = unchanged
         self._open: dict[str, Snapshot] = {}
         self._retired = 0
         self._notes: list[str] = []
@@ -56,16 +58,16 @@ class Staging:
         """The snapshots whose writer has not come to the end."""
         return [snapshot for snapshot in self._open.values() if not snapshot.sealed.done() and snapshot.sealing is None]
 
-    def require(self, snapshot_id: str, serves: str) -> Snapshot:
+    def require(self, snapshot_id: str) -> Snapshot:
         """The snapshot.
 
         Raises:
-            RoundAborted: if it was committed or freed.
+            RoundAborted, FleetTorn: if it was committed or freed.
         """
         snapshot = self._open.get(snapshot_id)
         if snapshot is None:
-            raise RoundAborted(
-                f"Nothing changed: {serves}. This staged snapshot is gone: committed, given up, or replaced by a later one.",
+            raise self._unchanged(
+                "This staged snapshot is gone: committed, given up, or replaced by a later one.",
                 phase="commit",
                 hint="stage the weights again",
             )
@@ -78,7 +80,6 @@ class Staging:
         label: str,
         plan: Plan,
         node_id: str,
-        serves: str,
         *,
         kept: bool = True,
         live: Live[Any] | None = None,
@@ -88,7 +89,7 @@ class Staging:
         If it is ``kept``, a slot is allotted; staged ones that were never committed give way once they fill the slots, the oldest first.
 
         Raises:
-            RoundAborted: if no room can be had.
+            RoundAborted, FleetTorn: if no room can be had.
         """
         await self.settled()
         snapshot = Snapshot(
@@ -106,11 +107,11 @@ class Staging:
             attested=live is None or live.attested,
         )
         if kept:
-            await self._have_slot(snapshot, serves)
+            await self._have_slot(snapshot)
         self._open[snapshot.id] = snapshot
         return snapshot
 
-    async def _have_slot(self, snapshot: Snapshot, serves: str) -> None:
+    async def _have_slot(self, snapshot: Snapshot) -> None:
         waiting = [snapshot for snapshot in self._open.values() if snapshot.sealed.done()]
         while len(waiting) >= self._transport.num_slots - 1:
             await self.free(waiting.pop(0))
@@ -121,8 +122,8 @@ class Staging:
         except Exception as error:
             full = type(getattr(error, "cause", error)).__name__ == "NoRoomError"
             room = f"free or enlarge {self._transport.directory} (docker run --shm-size=...), or choose Host(directory=...)"
-            raise RoundAborted(
-                f"Nothing changed: {serves}. No {'room' if full else 'slot'} could be had for {plan.num_bytes / 1e6:.1f} MB.",
+            raise self._unchanged(
+                f"No {'room' if full else 'slot'} could be had for {plan.num_bytes / 1e6:.1f} MB.",
                 phase="stage",
                 limit_s=limit_s,
                 engine_message=words(error),
@@ -166,17 +167,17 @@ class Staging:
         if not snapshot.sealed.done():
             snapshot.sealed.set_result(sealed)
 
-    async def sealed(self, snapshot: Snapshot, serves: str) -> Sealed:
+    async def sealed(self, snapshot: Snapshot) -> Sealed:
         """What the sender wrote, as soon as it has.
 
         Raises:
-            RoundAborted: if it gave up.
+            RoundAborted, FleetTorn: if it gave up.
         """
         try:
             return await snapshot.seal_of()
         except StepFailed as failed:
-            raise RoundAborted(
-                f"Nothing changed: {serves}. Version {snapshot.label} was not staged.",
+            raise self._unchanged(
+                f"Version {snapshot.label} was not staged.",
                 phase="stage",
                 engine_message=failed.failure.message,
                 hint="call again",

@@ -15,7 +15,7 @@ from typing import Any, Self
 from ray_weightsync.errors import CallFailure
 from ray_weightsync.fleet.replica import Replica
 from ray_weightsync.protocol.chain import Place
-from ray_weightsync.protocol.reading import died, words
+from ray_weightsync.protocol.reading import EngineRestarted, died, words
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,8 @@ class StepFailed(Exception):
     """A replica failed a call of a round. Carries the phase, how it failed and the deadline that applied.
 
     Attributes:
-        goes_on: The rest of its chain may yet be carried out, since the engine could not be told to halt it.
+        goes_on: The rest of its chain may have been carried out, or may be yet: the engine could not be told to halt it, or its answer
+            was lost.
     """
 
     def __init__(self, phase: str, failure: CallFailure, limit_s: float, goes_on: bool = False) -> None:
@@ -143,7 +144,7 @@ async def chain(replica: Replica, phase: str, calls: Sequence[Call], *, incarnat
     ended = time.monotonic()
     if (error := running.exception()) is not None:
         timeline.add(replica.id, phase, began, ended)
-        raise _raised(phase, error, ended - began, sum(limits_s)) from error
+        raise _raised(phase, error, ended - began, sum(limits_s), goes_on=not isinstance(error, EngineRestarted)) from error
     outcome = running.result()
     for call, begins, ends in _spans(calls, outcome.seconds, began, ended):
         timeline.add(replica.id, call.phase, begins, ends)
@@ -179,5 +180,6 @@ def _unanswered(
     return StepFailed(phase, failure, limit_s, goes_on)
 
 
-def _raised(phase: str, error: BaseException, elapsed_s: float, limit_s: float) -> StepFailed:
-    return StepFailed(phase, CallFailure(message=words(error), kind="died" if died(error) else "raised", elapsed_s=elapsed_s), limit_s)
+def _raised(phase: str, error: BaseException, elapsed_s: float, limit_s: float, *, goes_on: bool = False) -> StepFailed:
+    failure = CallFailure(message=words(error), kind="died" if died(error) else "raised", elapsed_s=elapsed_s)
+    return StepFailed(phase, failure, limit_s, goes_on)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from ray_weightsync.config import Timeouts
-from ray_weightsync.errors import AttachError, RoundAborted, SessionConflict
+from ray_weightsync.errors import AttachError, FleetTorn, RoundAborted, SessionConflict
 from ray_weightsync.fleet.parts import Parts
 from ray_weightsync.fleet.preflight import look
 from ray_weightsync.fleet.replica import Replica
@@ -36,7 +36,7 @@ async def hand_over(parts: Parts, identities: Sequence[str], *, to: str, limit_s
 
     try:
         await parts.turn.take(turn, busy="wait", limit_s=limit_s)
-    except RoundAborted as error:
+    except (RoundAborted, FleetTorn) as error:
         raise kept(f"its round {parts.turn.holder} is still in progress") from error
     try:
         # What an engine owes us it may still carry out, in the middle of the other session's round.

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Literal
 
-from ray_weightsync.errors import RoundAborted
+from ray_weightsync.errors import WeightSyncError
 
 Busy = Literal["wait", "raise"]
 
+Unchanged = Callable[..., WeightSyncError]
+"""Makes the error for a call that changed nothing; see `ray_weightsync.fleet.roster.Roster.unchanged`."""
+
 
 class Turn:
-    """The right to run a round. Held under a name (the snapshot's id), so that a late release cannot free somebody else's turn."""
+    """The right to run a round. Held under a name (the snapshot's id), so that a late release cannot free somebody else's turn.
 
-    def __init__(self) -> None:
+    Args:
+        unchanged: Says to whom does not get it what holds.
+    """
+
+    def __init__(self, unchanged: Unchanged) -> None:
+        self._unchanged = unchanged
         self._lock = asyncio.Lock()
         self._holder: str | None = None
         self._since = 0.0
@@ -30,11 +39,11 @@ class Turn:
         """Wait for the turn.
 
         Raises:
-            RoundAborted: if another round holds it and ``busy="raise"``, or if it is not free within ``limit_s`` seconds.
+            RoundAborted, FleetTorn: if another round holds it and ``busy="raise"``, or if it is not free within ``limit_s`` seconds.
         """
         if self._lock.locked() and busy == "raise":
-            raise RoundAborted(
-                f"Nothing changed: round {self._holder} has been in progress for {time.monotonic() - self._since:.1f} s.",
+            raise self._unchanged(
+                f"Round {self._holder} has been in progress for {time.monotonic() - self._since:.1f} s.",
                 phase="open",
                 hint="call again when it has ended, or pass busy='wait'",
             )
@@ -44,8 +53,8 @@ class Turn:
             else:
                 await self._lock.acquire()  # at once: nobody has it, and nobody is about to get it
         except TimeoutError:
-            raise RoundAborted(
-                f"Nothing changed: round {self._holder} is still in progress.",
+            raise self._unchanged(
+                f"Round {self._holder} is still in progress.",
                 phase="open",
                 elapsed_s=limit_s,
                 limit_s=limit_s,

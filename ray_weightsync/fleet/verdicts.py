@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
+from typing import TYPE_CHECKING
 
 from ray_weightsync.config import FailurePolicy
-from ray_weightsync.errors import FleetTorn, ReplicasLost, RoundAborted, WeightSyncError
+from ray_weightsync.errors import CallFailure, FleetTorn, ReplicasLost, RoundAborted, WeightSyncError
+from ray_weightsync.fleet.states import ReplicaState
 from ray_weightsync.fleet.steps import StepFailed
-from ray_weightsync.report import SyncReport
+from ray_weightsync.report import ReplicaReport, SyncReport
+
+if TYPE_CHECKING:
+    from ray_weightsync.fleet.journal import Undone
+    from ray_weightsync.fleet.roster import Roster
+    from ray_weightsync.fleet.round import Aborted
 
 
 def verdict(
@@ -43,23 +50,35 @@ def verdict(
 
 
 def aborted(
-    what: str,
-    *,
-    old: str | None,
-    culprits: Mapping[str, StepFailed],
-    stuck: Mapping[str, StepFailed] | None = None,
-    log_hints: Mapping[str, str | None] | None = None,
-    hint: str,
-) -> RoundAborted:
-    """The error for a round that ended before *start*."""
+    roster: Roster, what: str, *, culprits: Mapping[str, StepFailed], stuck: Mapping[str, StepFailed] | None = None, hint: str
+) -> RoundAborted | FleetTorn:
+    """The error for a round that ended before *start*, or was taken back: of the type that says whether anybody serves now.
+
+    Args:
+        roster: The fleet, as the round left it.
+        what: What was not done, in a sentence.
+        culprits: Who kept it from being done.
+        stuck: Those that could not be put back.
+        hint: What to do.
+    """
     first = next(iter(culprits.values()), None)
-    gone = [name for name, failed in culprits.items() if failed.failure.kind in ("died", "out_of_step")]
-    where = f"on the rest; {', '.join(gone)} is gone or to be replaced" if gone else "everywhere"
-    holds = f"Nothing changed: {'version ' + old if old is not None else 'what the engines had before'} still serves {where}"
-    if stuck:
-        holds += f", except on {', '.join(stuck)}, which could not be put back and is fenced"
-    hints = [f"{name}: {where}" for name, where in (log_hints or {}).items() if name in culprits and where]
-    return RoundAborted(
+    stuck = stuck or {}
+    fenced = [each.id for each in roster.members if each.state is ReplicaState.QUARANTINED]
+    gone = [name for name in fenced if name in culprits and culprits[name].failure.kind in ("died", "out_of_step") and name not in stuck]
+    before = [name for name in fenced if name not in gone and name not in stuck]
+    told = [f"{', '.join(gone)} {_is(gone)} gone or to be replaced"] if gone else []
+    if roster.serves:
+        old = f"version {roster.label}" if roster.label is not None else "what the engines had before"
+        holds = f"Nothing changed: {old} still serves {'; '.join(['on the rest', *told]) if gone else 'everywhere'}"
+        holds += f", except on {', '.join(stuck)}, which could not be put back and {_is(stuck)} fenced" if stuck else ""
+        holds += f", except on {', '.join(before)}, which {_is(before)} fenced" if before and not gone else ""
+    else:
+        told += [f"{', '.join(stuck)} could not be put back and {_is(stuck)} fenced"] if stuck else []
+        holds = "; ".join(["No replica serves", *told])
+        hint = f"{hint}; none may serve until a complete round makes it whole"
+    hints = [f"{name}: {where}" for name, where in roster.log_hints().items() if name in culprits and where]
+    kind = RoundAborted if roster.serves else FleetTorn
+    return kind(
         f"{holds}. {what}",
         phase=first.phase if first else None,
         replicas=tuple(culprits),
@@ -69,6 +88,44 @@ def aborted(
         log_hint="; ".join(hints) or None,
         hint=hint,
     )
+
+
+def not_committed(roster: Roster, label: str, end: Aborted) -> RoundAborted | FleetTorn:
+    """The error for a round whose members were put back before *start*."""
+    hint = "call again; raise Timeouts.pause_s if the engines are slow to pause"
+    if any(failed.phase == "init" for failed in end.failures.values()):
+        hint = "mend what keeps the trainer engine or its ends in the engines from being set up, and call again"
+    return aborted(roster, f"Version {label} was not committed.", culprits=end.failures, stuck=end.stuck, hint=hint)
+
+
+def taken_back(roster: Roster, undone: Undone, reports: Sequence[ReplicaReport]) -> RoundAborted | FleetTorn:
+    """The error for a round that was for all or none, when each replica that could be brought back was; ``reports`` say how that went."""
+    back = {each.id for each in reports if each.failed_phase is None}
+    stuck = {name: failed for name, failed in undone.failures.items() if name not in back}
+    stuck |= {name: failed for name, failed in failures_in(reports).items() if name not in stuck}
+    how = ("was taken back from all" if not stuck else "was taken back from the rest") if roster.serves else "could be taken back from none"
+    return aborted(
+        roster,
+        f"Version {undone.label} failed on {', '.join(undone.failures)}, and {how}.",
+        culprits=undone.failures if roster.serves else stuck,
+        stuck=stuck,
+        hint="mend or replace what failed and call again",
+    )
+
+
+def failures_in(reports: Iterable[ReplicaReport]) -> dict[str, StepFailed]:
+    """Who failed, by id, as reports tell it."""
+    return {each.id: _failure(each) for each in reports if each.failed_phase is not None}
+
+
+def _failure(report: ReplicaReport) -> StepFailed:
+    phase = report.failed_phase or "commit"
+    elapsed_s = report.phases_s.get(phase, 0.0)
+    return StepFailed(phase, CallFailure(message=report.error or "", kind="raised", elapsed_s=elapsed_s), elapsed_s)
+
+
+def _is(names: Sized) -> str:
+    return "is" if len(names) == 1 else "are"
 
 
 def _logs(report: SyncReport, log_hints: Mapping[str, str | None]) -> str | None:

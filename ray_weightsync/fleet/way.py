@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ray_weightsync.config import transport_name
-from ray_weightsync.errors import RoundAborted
+from ray_weightsync.errors import FleetTorn, RoundAborted
 from ray_weightsync.fleet.choosing import MemberFacts, SenderFacts, choose, member_of, out_of_reach
 from ray_weightsync.fleet.parts import Parts
 from ray_weightsync.fleet.replica import Replica
@@ -21,7 +21,7 @@ def way_of(parts: Parts, sender: SenderFacts) -> Way:
     """How the next round of ``sender`` is to go: as was asked for, or by what ``transport="auto"`` comes to.
 
     Raises:
-        RoundAborted: if no transport reaches those who serve, or not the one that was asked for.
+        RoundAborted, FleetTorn: if no transport reaches those who serve, or not the one that was asked for.
     """
     candidates = parts.roster.members
     stock = {replica.engine.facts.is_stock for replica in candidates if replica.state not in BY_LEAVE}
@@ -43,9 +43,9 @@ def _stock_backend(candidates: Sequence[Replica]) -> str | None:
     return next((replica.engine.facts.backend for replica in needed if replica.engine.facts.is_stock), None)
 
 
-def _no_way(parts: Parts, members: Sequence[MemberFacts], what: str, why: str) -> RoundAborted:
-    return RoundAborted(
-        f"Nothing changed: {parts.roster.serves()}. {what}",
+def _no_way(parts: Parts, members: Sequence[MemberFacts], what: str, why: str) -> RoundAborted | FleetTorn:
+    return parts.roster.unchanged(
+        what,
         phase="open",
         replicas=tuple(member.id for member in members),
         engine_message=why,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from ray_weightsync.errors import RoundAborted
 from ray_weightsync.fleet.live import Live
 from ray_weightsync.fleet.parts import Parts
 from ray_weightsync.fleet.replica import Replica
@@ -23,7 +22,7 @@ async def within_reach(parts: Parts, snapshot: Snapshot, members: list[Replica])
     on other nodes read behind their own node's relay.
 
     Raises:
-        RoundAborted: if they cannot get to a replica that is not fenced.
+        RoundAborted, FleetTorn: if they cannot get to a replica that is not fenced.
     """
     if snapshot.live is not None:
         _require_ranks(parts, snapshot.live, members)
@@ -37,16 +36,15 @@ async def within_reach(parts: Parts, snapshot: Snapshot, members: list[Replica])
         snapshot.log.notes.append(f"{names} waited, paused, for bytes that cross to other nodes only when all are written (overlap)")
         parts.spawn(_spread_beside(parts, snapshot, away))
         return members
-    await parts.staging.sealed(snapshot, parts.roster.serves())
+    await parts.staging.sealed(snapshot)
     failures = await parts.staging.spread(snapshot, away, snapshot.log.timeline)
     fenced = {replica.id for replica in away if replica.id in failures and replica.state is ReplicaState.QUARANTINED}
     culprits = {name: failed for name, failed in failures.items() if name not in fenced or len(fenced) == len(members)}
     if culprits:
         raise aborted(
+            parts.roster,
             f"The bytes of version {snapshot.label} did not reach every node.",
-            old=parts.roster.label,
             culprits=culprits,
-            log_hints=parts.roster.log_hints(),
             hint="call again: a store that has died is started anew, and replicas that are gone are left out",
         )
     snapshot.log.notes.extend(f"{name} left out: {failures[name]}" for name in fenced)
@@ -63,8 +61,8 @@ def _require_what_is_patched(parts: Parts, snapshot: Snapshot, members: list[Rep
     label = parts.roster.label
     without = [replica.id for replica in members if label is None or not replica.whole or replica.version != label]
     if snapshot.plan.partial and without:
-        raise RoundAborted(
-            f"Nothing changed: {parts.roster.serves()}. Version {snapshot.label} is a patch of the version before, which "
+        raise parts.roster.unchanged(
+            f"Version {snapshot.label} is a patch of the version before, which "
             f"{', '.join(without)} {'does' if len(without) == 1 else 'do'} not hold.",
             phase="preflight",
             replicas=tuple(without),
@@ -76,8 +74,8 @@ def _require_ranks(parts: Parts, live: Live[Any], members: list[Replica]) -> Non
     try:
         live.ranks(members)
     except StepFailed as failed:
-        raise RoundAborted(
-            f"Nothing changed: {parts.roster.serves()}. The replicas cannot be given ranks in a group.",
+        raise parts.roster.unchanged(
+            "The replicas cannot be given ranks in a group.",
             phase="preflight",
             engine_message=failed.failure.message,
             hint="say of the engines what cannot be seen, or choose the host transport",

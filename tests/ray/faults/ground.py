@@ -96,7 +96,7 @@ class Ground:
         self.wait_until_nothing_is_owed()
         try:
             report = self.send()
-        except rws.RoundAborted:  # it found the dead and the restarted, and nothing else may stand in the way
+        except (rws.RoundAborted, rws.FleetTorn):  # it found the dead and the restarted, and nothing else may stand in the way
             report = self.send()
         assert report.committed == tuple(f"r{index}" for index in range(len(self.engines))), str(report)
         assert self.sync.status().serving == report.committed

@@ -300,6 +300,19 @@ class TestFollowing:
 
         run(story)
 
+    def test_an_engine_found_taken_by_a_round_and_a_health_check_at_once_is_let_go_once(self) -> None:
+        async def story() -> None:
+            plane, one = ControlPlane(), replica("a")
+            mine = plane.session("mine")
+            await mine.claim([one], limit_s=1)
+            await plane.session("second").claim([replica("b", facts("a-2"))], limit_s=1)
+            restarted(one, "a-2")
+            one.state = ReplicaState.STALE
+            await asyncio.gather(mine.follow([one]), mine.follow([one]))
+            assert (one.state, one.taken_by) == (ReplicaState.RETIRED, "second")
+
+        run(story)
+
     def test_a_successor_whose_engines_were_claimed_meanwhile_lets_them_go(self) -> None:
         async def story() -> None:
             plane, one = ControlPlane(), replica("a")

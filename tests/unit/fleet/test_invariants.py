@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from ray_weightsync.config import Collective, Host, Native, Timeouts, Transport
 from ray_weightsync.errors import FleetTorn, ReplicasLost, RoundAborted
+from ray_weightsync.report import FleetStatus
 from tests.unit.fleet.fakes import FakeFleet, FakeTrainerEngine
 
 CALLS = (
@@ -72,6 +73,7 @@ async def story(schedule: list[dict[tuple[int, str], str]], transport: Transport
                 assert (engine.version, engine.paused, engine.weights) == was, "an aborted round leaves everyone as found"
             if isinstance(outcome, RoundAborted):
                 assert "start" not in engine.calls
+        require_true(outcome, status, before=served)
         if isinstance(outcome, ReplicasLost):
             assert not set(outcome.replicas) & set(status.serving)
         for engine in fleet.engines:
@@ -85,6 +87,19 @@ async def story(schedule: list[dict[tuple[int, str], str]], transport: Transport
         await _heals(fleet, send)
 
 
+def require_true(error: BaseException | None, status: FleetStatus, *, before: tuple[str, ...]) -> None:
+    """The type of an error says what holds now."""
+    if isinstance(error, FleetTorn):
+        assert status.serving == (), error
+    if isinstance(error, ReplicasLost):
+        assert status.serving != (), error
+    if isinstance(error, RoundAborted):
+        came_with = any(replica.state in ("STALE", "JOINING") for replica in status.replicas) and status.version is None
+        asleep = any(replica.state == "SERVING" and replica.asleep for replica in status.replicas)
+        assert status.serving or came_with or asleep, error
+        assert set(status.serving) <= set(before), "an aborted call makes nobody serve"
+
+
 async def _relayed(fleet: FakeFleet, backend: str, version: str) -> Any:
     return await fleet.relay(version, engine=FakeTrainerEngine(backend))
 
@@ -93,7 +108,7 @@ async def _heals(fleet: FakeFleet, send: Callable[[str], Awaitable[Any]]) -> Non
     """With no more faults, at most one aborted round (which finds the dead) stands before a whole fleet."""
     try:
         report = await send("last")
-    except RoundAborted:
+    except (RoundAborted, FleetTorn):
         report = await send("last")
     alive = tuple(engine.label for engine in fleet.engines if not engine.dead)
     assert report.committed == alive

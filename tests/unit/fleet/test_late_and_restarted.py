@@ -284,7 +284,7 @@ def test_when_the_only_replica_is_gone_the_error_says_so() -> None:
     async def story() -> None:
         fleet = await FakeFleet(1).attach()
         fleet.engines[0].dead = True
-        with pytest.raises(RoundAborted, match="r0 is gone or to be replaced"):
+        with pytest.raises(FleetTorn, match="No replica serves; r0 is gone or to be replaced"):
             await fleet.send(1)
         with pytest.raises(FleetTorn):
             await fleet.send(1)

@@ -13,6 +13,7 @@ from ray_weightsync.config import FailurePolicy, Timeouts
 from ray_weightsync.errors import WeightSyncError
 from tests.unit.fleet.fake_engine import FakeEngine
 from tests.unit.fleet.fakes import FakeFleet
+from tests.unit.fleet.test_invariants import require_true
 from tests.unit.fleet.test_membership import resolved
 
 REPLICAS = 3
@@ -62,8 +63,11 @@ class Life:
         for (index, call), fault in faults.items():
             if index < len(members):
                 members[index].faults[call] = fault
-        with contextlib.suppress(WeightSyncError):  # what holds now is looked at next, whatever the error says
+        served = self.fleet.coordinator.status().serving
+        try:
             await self._step(step, members)
+        except WeightSyncError as error:
+            require_true(error, self.fleet.coordinator.status(), before=served)
         await self._quiet()
         self._hold()
 

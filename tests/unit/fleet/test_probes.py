@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 import pytest
 
 from ray_weightsync.config import FailurePolicy
 from ray_weightsync.errors import FleetTorn, ReplicasLost
 from ray_weightsync.fleet.probes import refuse
-from tests.unit.fleet.fakes import FakeFleet
+from tests.unit.fleet.fakes import FakeFleet, sealed
 from tests.unit.fleet.test_rounds import run
 
 WRONG = "the probe answered False"
@@ -61,5 +64,85 @@ def test_a_complaint_of_a_version_that_is_not_served_any_more_is_noted_and_fence
         assert any("r1, gone" in note for note in report.notes)
         assert fleet.coordinator.status().serving == ("r0", "r1")
         assert [engine.paused for engine in fleet.engines] == [False, False]
+
+    run(story)
+
+
+def test_asked_again_it_answers_the_same() -> None:
+    async def story() -> None:
+        fleet = await FakeFleet(2).attach()
+        report = await fleet.send(1)
+        for _ in range(2):
+            with pytest.raises(ReplicasLost, match="serves on r1") as caught:
+                await refuse(fleet.coordinator._parts, report, {"r0": WRONG})
+            assert caught.value.report.lost == ("r0",)
+
+    run(story)
+
+
+def test_asked_again_by_a_caller_who_lost_the_answer_with_the_coordinator_it_answers_the_same() -> None:
+    async def story() -> None:
+        fleet = await FakeFleet(2, on_failure=FailurePolicy(auto_heal=False)).attach()
+        report = await fleet.send(1)
+        await fleet.coordinator.chronicle.noted()
+        with pytest.raises(ReplicasLost):
+            await refuse(fleet.coordinator._parts, report, {"r0": WRONG})
+        await fleet.succeed()  # nothing of the refusal is in the journal yet
+        with pytest.raises(ReplicasLost, match="serves on r1") as caught:
+            await refuse(fleet.coordinator._parts, report, {"r0": WRONG})
+        assert caught.value.report.lost == ("r0",)
+
+    run(story)
+
+
+async def refused_during_a_round() -> tuple[FakeFleet, Any, str, asyncio.Task[Any]]:
+    """A fleet that serves 1, which the probe refused on r0 while another sender has the turn."""
+    fleet = await FakeFleet(2).attach()
+    report = await fleet.send(1)
+    ticket = await fleet.open(2)
+    refusing = asyncio.ensure_future(refuse(fleet.coordinator._parts, report, {"r0": WRONG}))
+    await asyncio.sleep(0)
+    return fleet, report, ticket.snapshot, refusing
+
+
+def test_who_is_refused_during_a_round_is_sent_nothing_from_now_on_and_fenced_after_it() -> None:
+    async def story() -> None:
+        fleet, _, round_id, refusing = await refused_during_a_round()
+        assert fleet.coordinator.status().serving == ("r1",)
+        assert not fleet.engines[0].paused
+        await fleet.coordinator.rounds.abandon(round_id, "the sender gave up")
+        with pytest.raises(ReplicasLost, match="serves on r1"):
+            await refusing
+        assert fleet.engines[0].paused
+
+    run(story)
+
+
+def test_who_was_brought_another_version_by_that_round_serves_it() -> None:
+    async def story() -> None:
+        fleet, _, round_id, refusing = await refused_during_a_round()
+        await fleet.coordinator.rounds.commit(round_id, sealed=sealed("2"), holds_turn=True)
+        assert any("held another version by then" in note for note in (await refusing).notes)
+        assert fleet.coordinator.status().serving == ("r0", "r1")
+
+    run(story)
+
+
+def test_when_that_round_does_not_end_the_error_says_what_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story() -> None:
+        fleet = await FakeFleet(2).attach()
+        report, parts = await fleet.send(1), fleet.coordinator._parts
+        ticket = await fleet.open(2)
+        as_long_as_a_sender_may_keep_it_s = parts.timeouts.staging_s(16) + parts.timeouts.round_s(16)
+        assert parts.longest_turn_s() == pytest.approx(as_long_as_a_sender_may_keep_it_s)
+        monkeypatch.setattr(parts, "longest_turn_s", lambda num_bytes: 0.01)
+        with pytest.raises(ReplicasLost, match=r"Version 1 serves on r1.* r0: out of the serving set, but neither paused nor marked"):
+            await refuse(parts, report, {"r0": WRONG})
+        assert fleet.coordinator.status().serving == ("r1",)
+        with pytest.raises(FleetTorn, match="No replica serves"):
+            await refuse(parts, report, {"r0": WRONG, "r1": WRONG})
+        assert fleet.coordinator.status().serving == ()
+        await fleet.coordinator.rounds.commit(ticket.snapshot, sealed=sealed("2"), holds_turn=True)
+        assert fleet.coordinator.status().serving == ("r0", "r1")
 
     run(story)

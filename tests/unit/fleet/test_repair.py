@@ -59,7 +59,7 @@ class TestHeal:
             with pytest.raises(FleetTorn):
                 await fleet.send(1)
             fleet.forget_calls()
-            with pytest.raises(RoundAborted, match="nothing to heal from"):
+            with pytest.raises(FleetTorn, match="nothing to heal from"):
                 await fleet.coordinator.repair.heal()
             assert fleet.engines[0].calls == fleet.engines[1].calls == []
             await fleet.send(2)  # the turn was given back
@@ -270,12 +270,12 @@ class TestUnasked:
     def test_one_that_failed_its_probe_is_left_alone_until_it_is_asked_for(self) -> None:
         async def story() -> None:
             fleet = await with_one_fenced()
-            replica(fleet, "r1").probe_failed = True
+            replica(fleet, "r1").refused_in = "round"
             for _ in range(5):
                 await fleet.coordinator.health.check()
             assert state(fleet, "r1") == "QUARANTINED"
             assert (await fleet.coordinator.repair.heal("r1")).committed == ("r1",)
-            assert not replica(fleet, "r1").probe_failed
+            assert not replica(fleet, "r1").refused_in
 
         run(story)
 

@@ -89,6 +89,27 @@ def test_of_an_engine_that_does_not_say_where_it_is_the_first_deadline_counts_an
     run(story)
 
 
+class Lossy(FakeEngine):
+    async def call_chain(self, token: str, steps: Any, *, incarnation: str | None = None) -> Any:
+        await super().call_chain(token, steps, incarnation=incarnation)
+        raise ConnectionError("the answer was lost")
+
+
+def test_of_a_chain_whose_answer_was_lost_all_may_have_been_carried_out() -> None:
+    async def story() -> None:
+        replica, engine = await one(Lossy)
+        with pytest.raises(StepFailed, match="the answer was lost") as caught:
+            await made(replica, calls())
+        assert (caught.value.phase, caught.value.goes_on) == ("update", True)
+        assert engine.calls[-1] == "finish"
+        engine.incarnation = "another"
+        with pytest.raises(StepFailed, match="another process") as caught:
+            await made(replica, calls())
+        assert not caught.value.goes_on, "it was meant for the one before, and began nothing"
+
+    run(story)
+
+
 def test_an_engine_that_died_failed_in_the_phase_of_the_whole() -> None:
     async def story() -> None:
         replica, engine = await one()

@@ -12,7 +12,7 @@ from ray_weightsync.fleet.turns import Turn
 
 def test_the_second_waits_until_the_first_has_ended() -> None:
     async def story() -> list[str]:
-        turn, order = Turn(), []
+        turn, order = Turn(RoundAborted), []
         await turn.take("first", busy="wait", limit_s=1)
         second = asyncio.create_task(turn.take("second", busy="wait", limit_s=5))
         await asyncio.sleep(0)
@@ -28,7 +28,7 @@ def test_the_second_waits_until_the_first_has_ended() -> None:
 
 def test_who_does_not_want_to_wait_is_told_which_round_is_in_progress() -> None:
     async def story() -> None:
-        turn = Turn()
+        turn = Turn(RoundAborted)
         await turn.take("abc", busy="wait", limit_s=1)
         with pytest.raises(RoundAborted, match="abc"):
             await turn.take("other", busy="raise", limit_s=1)
@@ -38,7 +38,7 @@ def test_who_does_not_want_to_wait_is_told_which_round_is_in_progress() -> None:
 
 def test_waiting_for_a_round_that_does_not_end_ends_at_the_deadline() -> None:
     async def story() -> None:
-        turn = Turn()
+        turn = Turn(RoundAborted)
         await turn.take("abc", busy="wait", limit_s=1)
         with pytest.raises(RoundAborted, match="abc") as caught:
             await turn.take("other", busy="wait", limit_s=0.01)
@@ -49,7 +49,7 @@ def test_waiting_for_a_round_that_does_not_end_ends_at_the_deadline() -> None:
 
 def test_a_late_release_does_not_free_somebody_elses_turn() -> None:
     async def story() -> None:
-        turn = Turn()
+        turn = Turn(RoundAborted)
         await turn.take("old", busy="wait", limit_s=1)
         turn.release("old")
         await turn.take("new", busy="wait", limit_s=1)
