@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ray_weightsync import placement
-    from ray_weightsync.config import Collective, FailurePolicy, Host, Native, Timeouts
+    from ray_weightsync.config import Auto, Collective, FailurePolicy, Host, Native, Timeouts
     from ray_weightsync.engines.mixin import EngineMixin
     from ray_weightsync.engines.ref import EngineLike, EngineRef
     from ray_weightsync.engines.specs import TorchEngineSpec, VLLMEngineSpec
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULES = {
-    "config": ("Collective", "FailurePolicy", "Host", "Native", "Timeouts"),
+    "config": ("Auto", "Collective", "FailurePolicy", "Host", "Native", "Timeouts"),
     "engines.mixin": ("EngineMixin",),
     "engines.ref": ("EngineLike", "EngineRef"),
     "engines.specs": ("TorchEngineSpec", "VLLMEngineSpec"),
@@ -82,6 +82,7 @@ _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "AttachError",
+    "Auto",
     "CallFailure",
     "Collective",
     "ConfigError",

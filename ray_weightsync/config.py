@@ -173,6 +173,11 @@ class Host:
             )
 
 
+def _check_host(owner: str, host: object) -> None:
+    if not isinstance(host, Host):
+        raise ConfigError(f"{owner}.host must be a Host, not {host!r}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Collective:
     """A broadcast over a private group of the sender and every worker. Extra memory: ``num_buckets`` buckets per GPU.
@@ -182,18 +187,21 @@ class Collective:
     Attributes:
         bucket_bytes: Bytes in one broadcast. A larger tensor is sent in several.
         num_buckets: Buckets that each side holds at a time. At least 2.
-        interface: The network interface of the sender that the workers are to reach, such as ``"eth0"``; by default the one of its node's
-            address in Ray.
+        interface: The network interface of the sender that the workers are to reach, such as ``"eth0"``, by its IPv4 address; by default
+            the one of its node's address in Ray.
         keep_snapshot: Also keep what was sent in the sender's host memory, so that replicas can be healed and added without the trainer.
+        host: How it is kept there.
     """
 
     bucket_bytes: int = 1 << 30
     num_buckets: int = 2
     interface: str | None = None
     keep_snapshot: bool = False
+    host: Host = Host()
 
     def __post_init__(self) -> None:
         _check_bucket_bytes("Collective", self.bucket_bytes)
+        _check_host("Collective", self.host)
         if isinstance(self.num_buckets, bool) or not isinstance(self.num_buckets, int) or self.num_buckets < 2:
             raise ConfigError(f"Collective.num_buckets must be an int of at least 2, not {self.num_buckets!r}")
 
@@ -222,24 +230,33 @@ Transport = Host | Collective | Native
 
 
 def transport_name(transport: Transport) -> str:
-    """``"host"``, ``"collective"`` or ``"native:<backend>"``: what users call it; see `as_transport`."""
+    """``"host"``, ``"collective"`` or ``"native:<backend>"``: what users call one that is no `Auto`; see `as_transport`."""
     if isinstance(transport, Native):
         return f"native:{transport.backend}"
     return "collective" if isinstance(transport, Collective) else "host"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Auto:
-    """One of the others, chosen anew for each round; see `ray_weightsync.fleet.choosing`."""
+    """One of the others, chosen anew for each round by where weights and workers are; each round's report says which, and why.
+
+    Attributes:
+        host: How what goes through host memory, or is kept there, is kept; see `Host`.
+    """
+
+    host: Host = Host()
+
+    def __post_init__(self) -> None:
+        _check_host("Auto", self.host)
 
 
-def as_transport(value: Transport | str) -> Transport | Auto:
-    """The transport that ``value`` names: a transport, ``"auto"``, ``"host"``, ``"collective"`` or ``"native:<backend>"``.
+def as_transport(value: Transport | Auto | str) -> Transport | Auto:
+    """The transport that ``value`` is or names: ``"auto"``, ``"host"``, ``"collective"`` or ``"native:<backend>"``.
 
     Raises:
         ConfigError: for anything else.
     """
-    if isinstance(value, Host | Collective | Native):
+    if isinstance(value, Auto | Host | Collective | Native):
         return value
     if value == "auto":
         return Auto()
@@ -250,5 +267,5 @@ def as_transport(value: Transport | str) -> Transport | Auto:
     if isinstance(value, str) and value.startswith("native:"):
         return Native(value.removeprefix("native:"))
     raise ConfigError(
-        f"transport must be 'auto', 'host', 'collective', 'native:<backend>', a Host, a Collective or a Native, not {value!r}"
+        f"transport must be 'auto', 'host', 'collective', 'native:<backend>', an Auto, a Host, a Collective or a Native, not {value!r}"
     )

@@ -33,7 +33,7 @@ class Follower:
         link: The way to the session's coordinator.
         status: The fleet as known now.
         timeouts: The session's deadlines.
-        logs_changes: Write one INFO line per state change of a replica; for the process that owns the session.
+        logs_changes: Write an INFO line for each state change of a replica, and each new table of ranks; for the session's owner.
     """
 
     def __init__(self, link: CoordinatorLink, status: FleetStatus, *, timeouts: Timeouts, logs_changes: bool = False) -> None:
@@ -157,9 +157,9 @@ def nothing_known(name: str) -> FleetStatus:
 
 
 def changes(before: FleetStatus, after: FleetStatus) -> list[str]:
-    """One line for each replica whose state is another one. What a round goes through meanwhile is no line. Pure."""
+    """A line if the ranks are others, and one for each replica whose state is. What a round goes through meanwhile is no line. Pure."""
     known = {replica.id: replica for replica in before.replicas}
-    lines = []
+    lines = [after.ranks] if after.ranks not in (None, before.ranks) else []
     for replica in after.replicas:
         state = known[replica.id].state if replica.id in known else None
         if replica.state in (state, "UPDATING"):

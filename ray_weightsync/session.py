@@ -19,6 +19,7 @@ from ray.exceptions import RayError
 
 from ray_weightsync.config import (
     AdoptPolicy,
+    Auto,
     CachePolicy,
     FailurePolicy,
     PauseMode,
@@ -98,7 +99,7 @@ class WeightSync(FleetLife):
         *,
         trainers: Sequence[ActorHandle[Any]] = (),
         name: str | None = None,
-        transport: Transport | str = "auto",
+        transport: Transport | Auto | str = "auto",
         pause: PauseMode = "keep",
         cache: CachePolicy = "recompute",
         preflight: PreflightMode = "structural",
@@ -115,7 +116,7 @@ class WeightSync(FleetLife):
             trainers: At most one trainer actor with `TrainerMixin`; without one, this process sends.
             name: The session's name; a fresh one by default.
             transport: ``"auto"`` (each round chooses, by where weights and workers are, and its report says why), ``"host"``,
-                ``"collective"``, ``"native:<backend>"``, a `Host`, a `Collective` or a `Native`.
+                ``"collective"``, ``"native:<backend>"``, an `Auto`, a `Host`, a `Collective` or a `Native`.
             pause: What a round does to requests in flight: ``"keep"`` freezes them, ``"wait"`` lets them end, ``"abort"`` ends them.
             cache: What becomes of KV computed with the old weights: ``"recompute"`` drops it, ``"keep"`` keeps it,
                 ``"salt"`` leaves it to requests salted with `FleetView.cache_salt`.

@@ -9,6 +9,7 @@ from ray.actor import ActorHandle
 
 from ray_weightsync.config import (
     AdoptPolicy,
+    Auto,
     CachePolicy,
     Collective,
     FailurePolicy,
@@ -35,7 +36,7 @@ class EngineSpec(Protocol):
 
 def settings_of(
     *,
-    transport: Transport | str = "auto",
+    transport: Transport | Auto | str = "auto",
     pause: PauseMode = "keep",
     cache: CachePolicy = "recompute",
     preflight: PreflightMode = "structural",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
 from ray_weightsync.config import Collective, Native
@@ -17,8 +16,6 @@ from ray_weightsync.weights.plan import Plan
 if TYPE_CHECKING:
     from ray_weightsync.protocol.messages import Payload
     from ray_weightsync.transports.collective.rendezvous import Meeting
-
-logger = logging.getLogger(__name__)
 
 
 class LiveRounds:
@@ -65,7 +62,6 @@ class LiveRounds:
         await relay.call(verb, payload)
 
     def _grouped(self, table: str) -> None:
-        logger.info("%s", table)
         self._parts.roster.ranks = table
 
     def _of(self, snapshot_id: str) -> Live[Any]:

@@ -37,7 +37,7 @@ class Parts:
     def __init__(self, name: str, settings: Settings, stores: Stores, claims: Claims, chronicle: Chronicle) -> None:
         self.settings = settings
         self.roster = Roster(name)
-        self.staging = Staging(stores, settings.host, settings.timeouts, self.roster.unchanged)
+        self.staging = Staging(stores, settings.host, settings.timeouts, self.roster.unchanged, directory_option=settings.directory_option)
         self.claims = claims
         self.turn = Turn(self.roster.unchanged)
         self.chronicle = chronicle

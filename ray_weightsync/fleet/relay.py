@@ -27,6 +27,7 @@ from ray_weightsync.fleet.steps import Call, StepFailed
 from ray_weightsync.fleet.topology import Group
 from ray_weightsync.protocol.channel import FINISH, INIT, SHUTDOWN, START, UPDATE
 from ray_weightsync.protocol.messages import Payload
+from ray_weightsync.transports.collective.stock_meeting import place_told
 from ray_weightsync.transports.native.backends import traits
 from ray_weightsync.transports.native.plain import to_plain
 
@@ -194,11 +195,11 @@ class Relay(Live[NativeMembers]):
         try:
             await carry_out(PHASES[order.verb], self._calls(order, replica))
         except StepFailed as failed:
-            if not self.grouped or failed.failure.kind != "unanswered":
-                raise
-            words = (
-                f"{failed.failure.message}: nothing ends a wait in a group of vLLM's own {self.backend}; kill the engine if it stays stuck"
-            )
+            words = failed.failure.message
+            if self.grouped and failed.failure.kind == "unanswered":
+                words += f": nothing ends a wait in a group of vLLM's own {self.backend}; kill the engine if it stays stuck"
+            if order.verb == INIT and (place := place_told(order.payload, self.name)):
+                words += f" ({place})"
             raise StepFailed(failed.phase, replace(failed.failure, message=words), failed.limit_s, failed.goes_on) from failed
         if order.verb == INIT:
             replica.holds_end = True

@@ -36,14 +36,16 @@ class Staging:
         transport: Number of slots, overlap and directory.
         timeouts: Deadlines for the stores.
         unchanged: Says to a caller for whom nothing was done what holds.
+        directory_option: How the session's user names another directory; empty if that is not to be had.
     """
 
-    def __init__(self, stores: Stores, transport: Host, timeouts: Timeouts, unchanged: Unchanged) -> None:
+    def __init__(self, stores: Stores, transport: Host, timeouts: Timeouts, unchanged: Unchanged, *, directory_option: str) -> None:
         self.committed: Snapshot | None = None
         self.copies = Copies(stores, transport, timeouts)
         self._transport = transport
         self._timeouts = timeouts
         self._unchanged = unchanged
+        self._directory_option = directory_option
         self._open: dict[str, Snapshot] = {}
         self._retired = 0
         self._notes: list[str] = []
@@ -121,7 +123,8 @@ class Staging:
             snapshot.slot, copy, snapshot.ahead = await self._allotted(node_id, plan)
         except Exception as error:
             full = type(getattr(error, "cause", error)).__name__ == "NoRoomError"
-            room = f"free or enlarge {self._transport.directory} (docker run --shm-size=...), or choose Host(directory=...)"
+            room = f"free or enlarge {self._transport.directory} (docker run --shm-size=...)"
+            room += f", or name another: transport={self._directory_option}" if self._directory_option else ""
             raise self._unchanged(
                 f"No {'room' if full else 'slot'} could be had for {plan.num_bytes / 1e6:.1f} MB.",
                 phase="stage",

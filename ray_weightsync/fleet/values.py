@@ -47,7 +47,19 @@ class Settings:
     @property
     def host(self) -> Host:
         """How snapshots are kept in host memory, whatever brings the bytes to the engines."""
-        return self.transport if isinstance(self.transport, Host) else Host()
+        if isinstance(self.transport, Host):
+            return self.transport
+        return Host() if isinstance(self.transport, Native) else self.transport.host
+
+    @property
+    def directory_option(self) -> str:
+        """How a user of this transport names another shared-memory directory; empty where there is no way to."""
+        return {
+            Host: "Host(directory=...)",
+            Auto: "Auto(host=Host(directory=...))",
+            Collective: "Collective(host=Host(directory=...), ...)",
+            Native: "",
+        }[type(self.transport)]
 
     @property
     def way(self) -> Way | None:

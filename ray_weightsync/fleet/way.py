@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ray_weightsync.config import transport_name
+from ray_weightsync.config import Collective, Host, Transport, transport_name
 from ray_weightsync.errors import FleetTorn, RoundAborted
 from ray_weightsync.fleet.choosing import MemberFacts, SenderFacts, choose, member_of, out_of_reach
 from ray_weightsync.fleet.parts import Parts
@@ -34,7 +34,15 @@ def way_of(parts: Parts, sender: SenderFacts) -> Way:
     choice = choose(sender, members, all_or_none=parts.settings.on_failure.after_start == "all_or_none")
     if choice.transport is None:
         raise _no_way(parts, members, "transport='auto' finds no way to these engines.", choice.why)
-    return Way(transport=choice.transport, reason=f"auto: {choice.why}", stock=_stock_backend(candidates))
+    transport = _kept_as(parts.settings.host, choice.transport)
+    return Way(transport=transport, reason=f"auto: {choice.why}", stock=_stock_backend(candidates))
+
+
+def _kept_as(host: Host, chosen: Transport) -> Transport:
+    """What was chosen, with what the session says of host memory."""
+    if isinstance(chosen, Host):
+        return host
+    return replace(chosen, host=host) if isinstance(chosen, Collective) else chosen
 
 
 def _stock_backend(candidates: Sequence[Replica]) -> str | None:

@@ -19,7 +19,14 @@ def package_version() -> str:
 
 
 def node_ip() -> str:
-    """The address under which this machine reaches others. Nothing is sent: connecting a datagram socket only picks a route."""
+    """The address of this machine in Ray, if this process is connected to one; else the one by which it reaches others.
+
+    Ray's is the one that whoever started the nodes chose for traffic between them (``ray start --node-ip-address``). Nothing is sent
+    otherwise: connecting a datagram socket only picks a route.
+    """
+    ray = sys.modules.get("ray")  # what is not imported is not connected
+    if ray is not None and ray.is_initialized():
+        return str(ray.util.get_node_ip_address())
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))  # TEST-NET-1 of RFC 5737: routed like any other address, owned by nobody
         return str(probe.getsockname()[0])

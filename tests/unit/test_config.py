@@ -79,6 +79,8 @@ class TestTimeouts:
         (lambda: Host(bucket_bytes=-1), "bucket_bytes"),
         (lambda: Collective(bucket_bytes=1), "bucket_bytes"),
         (lambda: Collective(num_buckets=1), "num_buckets"),
+        (lambda: Collective(host="/mnt/shm"), r"Collective\.host"),  # type: ignore[arg-type]
+        (lambda: Auto(host=None), r"Auto\.host"),  # type: ignore[arg-type]
         (lambda: Native(""), "backend"),
         (lambda: FailurePolicy(after_start="hope"), "after_start"),  # type: ignore[arg-type]
         (lambda: FailurePolicy(min_serving=0), "min_serving"),
@@ -90,7 +92,7 @@ def test_a_wrong_value_is_refused_by_the_name_of_its_field(make: Any, field: str
         make()
 
 
-@pytest.mark.parametrize("value", [Timeouts(), FailurePolicy(), Host(), Collective(), Native("ipc")])
+@pytest.mark.parametrize("value", [Timeouts(), FailurePolicy(), Auto(), Host(), Collective(), Native("ipc")])
 def test_values_are_frozen_and_picklable(value: Any) -> None:
     assert pickle.loads(pickle.dumps(value)) == value
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -99,6 +101,7 @@ def test_values_are_frozen_and_picklable(value: Any) -> None:
 
 def test_a_transport_is_named_or_given() -> None:
     assert as_transport("auto") == Auto()
+    assert as_transport(Auto(host=Host(num_slots=3))) == Auto(host=Host(num_slots=3))
     assert as_transport("host") == Host()
     assert as_transport(Host(overlap=True)) == Host(overlap=True)
     assert as_transport("collective") == Collective()
@@ -108,7 +111,7 @@ def test_a_transport_is_named_or_given() -> None:
 
 @pytest.mark.parametrize("value", ["carrier pigeon", "native", None, 3])
 def test_a_transport_that_is_not_there_is_refused_and_the_one_that_is_is_named(value: Any) -> None:
-    with pytest.raises(ConfigError, match="host"):
+    with pytest.raises(ConfigError, match=r"'host', .* an Auto, a Host"):
         as_transport(value)
 
 

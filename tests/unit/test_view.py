@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from ray_weightsync.config import Timeouts
 from ray_weightsync.errors import ConfigError
-from ray_weightsync.follower import changes, nothing_known, settled
+from ray_weightsync.follower import Follower, changes, nothing_known, settled
 from ray_weightsync.report import FleetStatus, ReplicaStatus
 from ray_weightsync.session_life import serving_enough
 from ray_weightsync.view import FleetView, versions_in
@@ -101,6 +104,16 @@ def test_a_change_of_state_is_one_line_and_what_a_round_goes_through_is_none() -
     assert changes(before, during) == []
     assert changes(settled(before, during), after) == ["r1: SERVING -> QUARANTINED (torn)", "r2: JOINING"]
     assert changes(after, after) == []
+
+
+def test_the_ranks_of_a_broadcast_are_one_line_of_the_drivers_log_until_they_change(caplog: pytest.LogCaptureFixture) -> None:
+    begun, table = fleet(replica("r0")), "group of 2: 0 sender | 1 r0"
+    link: Any = SimpleNamespace(name="f")
+    with caplog.at_level(logging.INFO, logger="ray_weightsync.follower"):
+        follower = Follower(link, begun, timeouts=Timeouts(), logs_changes=True)
+        for sequence, ranks in enumerate([None, table, table, None, table]):
+            follower._publish(replace(begun, sequence=sequence, ranks=ranks))
+    assert caplog.messages == [f"f: {table}"] * 2  # None: a successor of the coordinator, which has seen no broadcast yet
 
 
 def test_all_means_everyone_who_is_not_retired_and_never_nobody() -> None:

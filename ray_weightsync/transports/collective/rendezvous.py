@@ -130,8 +130,7 @@ class RendezvousServer:
     Args:
         backend: ``"nccl"`` where sender and workers have GPUs, else ``"gloo"``.
         options: Bucket sizes, and the interface whose address the workers are told.
-        address: The address to bind where ``options`` name no interface: the node's own as Ray knows it. None picks the one by
-            which this machine reaches others.
+        address: The address to bind where ``options`` name no interface. None: this node's in Ray.
 
     Raises:
         ConfigError: if the interface is not there or has no IPv4 address, or the address is not this machine's.

@@ -21,7 +21,7 @@ from ray_weightsync.transports.collective.deadline import Deadline
 from ray_weightsync.transports.collective.handover import Handover
 from ray_weightsync.transports.collective.rendezvous import GroupError, address_of
 from ray_weightsync.transports.collective.stock_format import VIEWS_SCALARS_SINCE, StockFormat, check
-from ray_weightsync.transports.collective.stock_meeting import Means, Meeting, at_socket, by_unique_id, takes_unique_id
+from ray_weightsync.transports.collective.stock_meeting import Means, Meeting, at_socket, by_unique_id, place_told, takes_unique_id
 from ray_weightsync.transports.collective.stock_nccl import VllmCommunicator, new_unique_id
 from ray_weightsync.transports.collective.stock_packing import StockPacker, broadcast_all
 from ray_weightsync.transports.collective.stock_thread import OwnerThread
@@ -53,7 +53,7 @@ class StockSender:
         vllm: Major and minor of the oldest vLLM in the group, this process's included; see `oldest_release`. It decides how they meet.
             None: not known, they meet at a socket.
         interface: Network interface whose address the workers are told, such as ``"eth0"``, if they meet at a socket.
-        address: The address itself. Without either, the one by which this machine reaches others.
+        address: The address itself. Without either, this node's in Ray.
         device: Where the buffers are. None: the current GPU.
         communicator: What joins. vLLM's own, so vLLM has to be importable here: its receivers do, as they join, what only the same code
             is sure to match, and its rendezvous takes a socket that is bound already.
@@ -121,7 +121,7 @@ class StockSender:
             if isinstance(error, TimeoutError):
                 raise TimeoutError(
                     f"waited {limit_s:.1f} s {self._meeting.shown} for the engines' {self.world_size - 1} workers to join; "
-                    "those that did are stuck until they are killed"
+                    f"those that did are stuck until they are killed; {place_told(self._meeting.told, 'collective')}"
                 ) from error
             raise
 

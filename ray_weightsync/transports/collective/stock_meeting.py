@@ -68,6 +68,24 @@ def by_unique_id(unique_id: bytes) -> Meeting:
     return Meeting(unique_id, {"nccl_unique_id_b64": base64.b64encode(unique_id).decode()}, "by an NCCL unique id")
 
 
+def place_told(init_info: object, transport: str) -> str:
+    """Where workers were told to meet the sender, and what can be wrong with it; empty if they were told no place. Pure.
+
+    Args:
+        init_info: Of a backend of vLLM's own.
+        transport: Its name for users.
+    """
+    if not isinstance(init_info, Mapping):
+        return ""
+    if "nccl_unique_id_b64" in init_info:
+        return "NCCL itself chooses the interfaces; NCCL_SOCKET_IFNAME, set for trainer and engines, names them"
+    if "master_address" not in init_info:
+        return ""
+    place = f"{init_info['master_address']}:{init_info.get('master_port')}"
+    option = "Collective(interface=...)" if transport == "collective" else "Native(..., options={'master_address': ...})"
+    return f"the workers were told to meet the sender at {place}; if they have no way there, {option} names another address"
+
+
 def takes_unique_id(vllm: tuple[int, int] | None) -> bool:
     """Whether a group whose oldest vLLM is this one can meet by a unique id. One that is not known meets at a socket, as all can."""
     return vllm is not None and vllm >= TAKES_UNIQUE_ID_SINCE

@@ -126,15 +126,16 @@ class _Place:
     who asks for any free port.
 
     Args:
-        address: Which one. None: the one by which this machine reaches others.
+        address: Which one. None: this node's in Ray.
     """
 
     def __init__(self, address: str | None = None) -> None:
         self.address = address or node_ip()
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        family, kind, protocol, _, target = socket.getaddrinfo(self.address, 0, type=socket.SOCK_STREAM)[0]
+        self._socket = socket.socket(family, kind, protocol)
         try:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._socket.bind((self.address, 0))
+            self._socket.bind(target)
         except BaseException:
             self._socket.close()
             raise

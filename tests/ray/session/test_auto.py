@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,17 +37,26 @@ OnAGpu: Any = ray.remote(concurrency_groups={CONTROL_GROUP: 4}, max_concurrency=
 
 
 @pytest.fixture
+def shm() -> Iterator[Path]:
+    """A memory-backed directory that is not the one by default. To be asked for before `start_fleet`, whose sessions use it."""
+    path = Path(tempfile.mkdtemp(prefix="elsewhere-", dir="/dev/shm"))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
 def sender_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process says that its weights are on a GPU. They are sent as they are: from the CPU, through gloo."""
     facts = SenderFacts(node_id="node", device=MINE, current=MINE, nccl=True, vllm=True)
     monkeypatch.setattr(sender_module, "sender_facts", lambda source: facts)
 
 
-def test_a_sender_without_a_gpu_goes_by_host_memory_and_the_report_says_why(start_fleet: StartFleet) -> None:
-    fleet = start_fleet(2, transport="auto")
+def test_a_sender_without_a_gpu_goes_by_host_memory_where_it_was_told_and_the_report_says_why(shm: Path, start_fleet: StartFleet) -> None:
+    fleet = start_fleet(2, transport=rws.Auto(host=rws.Host(directory=str(shm))))
     module = make_module()
     report = fleet.sync.send_weights(module, version=1)
     assert fleet.serve(module)
+    assert any(path.stat().st_size >= report.num_bytes for path in shm.iterdir())
     assert report.transport == "host"
     assert report.transport_reason == "auto: the weights are on the CPU (the sender's process has no GPU)"
     assert report.transport_reason in str(report)
@@ -78,11 +90,14 @@ def test_what_is_staged_waits_in_host_memory_whatever_the_devices(start_fleet: S
     assert (report.transport, report.transport_reason) == ("host", "auto: it is staged, and what is staged waits in host memory")
 
 
-def test_engines_on_gpus_of_their_own_are_broadcast_to_and_healed_from_what_is_kept(start_fleet: StartFleet, sender_on_a_gpu: None) -> None:
-    fleet = start_fleet(2, engine_class=OnAGpu, transport="auto")
+def test_engines_on_gpus_of_their_own_are_broadcast_to_and_healed_from_what_is_kept(
+    shm: Path, start_fleet: StartFleet, sender_on_a_gpu: None
+) -> None:
+    fleet = start_fleet(2, engine_class=OnAGpu, transport=rws.Auto(host=rws.Host(directory=str(shm))))
     module = make_module()
     report = fleet.sync.send_weights(module, version=1)
     assert fleet.serve(module)
+    assert any(path.stat().st_size >= report.num_bytes for path in shm.iterdir())
     assert report.transport == "collective"
     assert report.transport_reason == "auto: every worker has a GPU of its own, and NCCL is installed on both sides"
     assert not any("nobody can be healed" in each for each in report.missing)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -86,9 +87,11 @@ def slots() -> set[str]:
     return {path.name for path in Path("/dev/shm").glob("rws-*")}
 
 
-def test_every_engine_serves_what_was_broadcast_and_the_report_says_how(start_fleet: StartFleet) -> None:
-    before = slots()
+def test_every_engine_serves_what_was_broadcast_and_the_report_says_how(start_fleet: StartFleet, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="ray_weightsync.follower")
+    before, last_told = slots(), threading.Event()
     fleet = start_fleet(3, transport=BY_BROADCAST)
+    fleet.sync.subscribe(lambda news: last_told.set() if (news.version, news.phase) == ("2", "idle") else None)
     for number in range(3):
         module = make_module()
         report = fleet.sync.send_weights(module, version=number)
@@ -100,7 +103,10 @@ def test_every_engine_serves_what_was_broadcast_and_the_report_says_how(start_fl
         assert report.weights_digest == rws.weights_digest(rws.ModuleSource(module))
         assert any("nobody can be healed" in each for each in report.missing)
         assert any("takes the others of its round with it" in each for each in report.missing)
-    assert fleet.sync.status().ranks == "group of 4: 0 sender | 1 r0 | 2 r1 | 3 r2"
+    table = "group of 4: 0 sender | 1 r0 | 2 r1 | 3 r2"
+    assert fleet.sync.status().ranks == table
+    assert last_told.wait(LIMIT_S)
+    assert [line for line in caplog.messages if "group of" in line] == [f"{fleet.sync.name}: {table}"], "the driver prints it, once"
     assert slots() == before, "nothing is kept in shared memory"
 
 

@@ -110,6 +110,13 @@ def test_an_interface_is_known_by_its_name() -> None:
         address_of("nowhere0")
 
 
+def test_without_an_interface_the_sender_is_met_at_its_nodes_address_in_ray(in_ray: str) -> None:
+    with RendezvousServer() as server:
+        assert server.meeting.address == in_ray
+    with RendezvousServer(options=Collective(interface="lo")) as server:
+        assert server.meeting.address == "127.0.0.1"
+
+
 def test_an_address_that_is_not_this_machines_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1"):
         RendezvousServer(address="192.0.2.1")

@@ -230,8 +230,9 @@ def test_a_plan_that_engines_cannot_read_is_refused_before_anything_is_sent(reco
 def test_workers_that_do_not_come_are_a_timeout_that_says_where_they_were_awaited(recorder: Recorder) -> None:
     recorder.gate.clear()
     with sender_to(recorder, joined=False) as sender:
-        with pytest.raises(TimeoutError, match=r"waited 0\.2 s at 127\.0\.0\.1:\d+ for the engines' 2 workers"):
+        with pytest.raises(TimeoutError, match=r"waited 0\.2 s at 127\.0\.0\.1:\d+ for the engines' 2 workers") as late:
             sender.join(limit_s=0.2)
+        assert str(late.value).endswith("if they have no way there, Collective(interface=...) names another address")
         with pytest.raises(GroupError, match="is lost"):
             sender.join(limit_s=LIMIT_S)
         recorder.gate.set()
@@ -294,10 +295,16 @@ def test_where_one_engine_may_be_too_old_all_meet_at_a_socket_and_no_id_is_made(
 def test_workers_that_do_not_come_by_a_unique_id_are_a_timeout_too(recorder: Recorder) -> None:
     recorder.gate.clear()
     with sender_to(recorder, joined=False, vllm=(0, 32), unique_id=lambda: bytes(128)) as sender:
-        with pytest.raises(TimeoutError, match=r"waited 0\.2 s by an NCCL unique id for the engines' 2 workers"):
+        with pytest.raises(TimeoutError, match=r"waited 0\.2 s by an NCCL unique id for the engines' 2 workers.*NCCL_SOCKET_IFNAME"):
             sender.join(limit_s=0.2)
         recorder.gate.set()
     assert recorder.closed == 1
+
+
+def test_workers_are_told_the_nodes_address_in_ray_unless_an_interface_is_named(recorder: Recorder, in_ray: str) -> None:
+    for interface, address in ((None, in_ray), ("lo", "127.0.0.1")):
+        with StockSender(FORMS[0], world_size=3, interface=interface, device=CPU, communicator=recorder.join) as sender:
+            assert sender.init_info(rank_offset=1, world_size=3)["master_address"] == address
 
 
 def test_a_sender_sends_only_between_join_and_close(recorder: Recorder) -> None:

@@ -15,6 +15,7 @@ from ray_weightsync.errors import AttachError, RoundAborted
 from ray_weightsync.fleet.choosing import SenderFacts
 from ray_weightsync.fleet.values import Way
 from ray_weightsync.protocol.channel import FINISH, INIT, START, UPDATE
+from ray_weightsync.transports.host.layout import NoRoomError
 from tests.unit.fleet.fake_engine import FakeEngine
 from tests.unit.fleet.fakes import FakeFleet, sealed
 from tests.unit.fleet.stock_fakes import StockEngine
@@ -22,6 +23,7 @@ from tests.unit.fleet.test_broadcast_rounds import run
 
 MINE = DeviceFacts("cuda", "mine")
 SENDER = SenderFacts(node_id="node", device=MINE, current=MINE, nccl=True, vllm=True)
+ELSEWHERE = Host(directory="/mnt/shm")
 
 
 class Placed(FakeEngine):
@@ -62,6 +64,44 @@ def test_what_the_engines_tell_decides_and_none_is_asked_again(uuids: tuple[str 
         assert way.transport == transport
         assert way.reason.startswith(why)
         assert not any(engine.calls for engine in fleet.engines)
+
+    run(story)
+
+
+@pytest.mark.parametrize(
+    ("uuid", "transport"), [("a", Collective(keep_snapshot=True, host=ELSEWHERE)), (None, ELSEWHERE), ("mine", Native("ipc"))]
+)
+def test_what_is_chosen_is_kept_in_host_memory_as_the_session_says(uuid: str | None, transport: Any) -> None:
+    async def story() -> None:
+        fleet = FakeFleet(1, transport=Auto(host=ELSEWHERE))
+        fleet.engines = [Placed("r0", uuid)]
+        assert (await fleet.attach()).coordinator.choose_transport(SENDER).transport == transport
+
+    run(story)
+
+
+@pytest.mark.parametrize(
+    ("transport", "host", "option"),
+    [
+        (ELSEWHERE, ELSEWHERE, "or name another: transport=Host(directory=...)"),
+        (Auto(host=ELSEWHERE), ELSEWHERE, "or name another: transport=Auto(host=Host(directory=...))"),
+        (Collective(host=ELSEWHERE), ELSEWHERE, "or name another: transport=Collective(host=Host(directory=...), ...)"),
+        (Native("sparse_nccl"), Host(), "(docker run --shm-size=...)"),
+    ],
+)
+def test_a_round_that_finds_no_room_says_how_its_session_names_another_directory(transport: Any, host: Host, option: str) -> None:
+    async def story() -> None:
+        fleet = await FakeFleet(1, transport=transport).attach()
+
+        async def full(node_id: str, **slot: Any) -> Any:
+            raise NoRoomError(16, 8, host.directory)
+
+        fleet.stores.open_slot = full  # type: ignore[method-assign]
+        with pytest.raises(RoundAborted, match="No room could be had") as caught:
+            await fleet.open(1, way=Way(transport=fleet.settings.host, reason="test"))
+        assert fleet.settings.host == host
+        assert str(caught.value.hint).startswith(f"free or enlarge {host.directory}")
+        assert str(caught.value.hint).endswith(option)
 
     run(story)
 

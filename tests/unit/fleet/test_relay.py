@@ -272,7 +272,8 @@ class TestEndsBeforeStart:
             fleet = await fleet_of(2, timeouts=dataclasses.replace(QUICK, connect_s=0.2)).attach()
             fleet.engines[1].faults["native"] = "hang"
             with pytest.raises(RoundAborted, match="kill the engine if it stays stuck") as caught:
-                await fleet.relay(1, engine=FakeTrainerEngine(GROUPED))
+                await fleet.relay(1, engine=FakeTrainerEngine(GROUPED, init={"master_address": "10.0.0.1", "master_port": 7}))
+            assert "at 10.0.0.1:7; if they have no way there, Native(..., options={'master_address': ...})" in str(caught.value)
             assert (caught.value.replicas, caught.value.phase, caught.value.limit_s) == (("r1",), "init", pytest.approx(0.2, abs=0.05))
             assert (fleet.engines[0].version, fleet.engines[0].paused) == ("v0", False)
             await answered(fleet)

@@ -94,6 +94,12 @@ class TestPlace:
         finally:
             place.close()
 
+    def test_it_is_at_the_nodes_address_in_ray_unless_another_is_asked_for(self, in_ray: str) -> None:
+        for asked, found in ((None, in_ray), ("127.0.0.1", "127.0.0.1")):
+            place = _Place(asked)
+            place.close()
+            assert place.address == found
+
     def test_the_port_is_free_again_when_it_is_closed(self) -> None:
         place = _Place()
         place.close()

@@ -8,6 +8,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 
 import ray_weightsync
 from ray_weightsync.worker.identity import node_ip, package_version, resident
@@ -63,6 +64,13 @@ def test_the_version_is_the_packages() -> None:
 
 def test_the_address_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ipaddress.ip_address(node_ip())
+
+
+def test_in_a_cluster_of_rays_the_address_is_the_one_that_ray_has_for_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.9.8.7")
+    assert node_ip() != "10.9.8.7", "this process is in no cluster"
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    assert node_ip() == "10.9.8.7"
 
 
 def test_a_machine_without_a_network_is_its_own_address(monkeypatch: pytest.MonkeyPatch) -> None:
