@@ -53,7 +53,7 @@ def read_piece(address: SlotAddress, start: int, stop: int) -> Any:
 
 
 def pieces(source: Any, snapshot: str, num_bytes: int, *, piece_bytes: int, limit_s: float) -> Iterator[memoryview]:
-    """The payload of ``snapshot`` in order, pulled from the store actor ``source``; each piece is to be let go before the next is asked for.
+    """The payload of ``snapshot`` in order, pulled from the store actor ``source``. Whoever takes a piece lets the one before go first.
 
     Args:
         source: Handle of the store that has it sealed.

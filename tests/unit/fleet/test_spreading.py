@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Collection
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ray_weightsync.fleet.spreading import FAN_OUT, SourceLost, spread
@@ -110,6 +110,7 @@ def test_with_no_source_left_it_ends_and_the_targets_stay_without() -> None:
     assert nodes.served == set()
 
 
+@settings(deadline=None, print_blob=True)
 @given(
     num_sources=st.integers(0, 3),
     num_targets=st.integers(0, 8),
