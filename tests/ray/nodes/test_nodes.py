@@ -61,6 +61,7 @@ def test_with_the_store_beside_the_trainer_dead_a_replica_is_healed_from_another
 def test_a_relay_takes_a_few_pieces_of_object_store_and_not_a_model(ground: Ground) -> None:
     told = ground.driver.call(crossing.relay_more_than_an_object_store_holds, ground.cluster.node_ids[:2])
     assert told["num_bytes"] > 1.5 * Node().object_store_memory
+    assert "Plasma memory usage" in told["object_stores"]
     assert "Spilled" not in told["object_stores"]
 
 
