@@ -76,8 +76,8 @@ def test_of_a_node_that_is_killed_one_engine_is_healed_where_it_was_restarted_an
     lost, fresh = ground.cluster.node_ids[2], ground.add_node()
     assert ground.files(lost) != []
     ground.cluster.kill(lost)
-    told = ground.driver.call(stories.heal_where_it_was_restarted)
-    assert told == {"node": fresh, "noticed": "QUARANTINED", "serving": True, "served": [True]}
+    told = ground.driver.call(stories.heal_where_it_was_restarted, fresh)
+    assert told == {"noticed": "QUARANTINED", "serving": True, "served": [True]}
     assert ground.files(fresh) != []
     told = ground.driver.call(stories.go_on_without, lost)
     assert told["committed"] == ("r0", "r1", "r3")
