@@ -15,7 +15,7 @@ from ray_weightsync.config import Host, Timeouts
 from ray_weightsync.errors import CallFailure
 from ray_weightsync.fleet.replica import Replica
 from ray_weightsync.fleet.snapshot import Copy, Snapshot
-from ray_weightsync.fleet.spreading import spread
+from ray_weightsync.fleet.spreading import SourceLost, spread
 from ray_weightsync.fleet.steps import StepFailed, Timeline
 from ray_weightsync.fleet.stores import StoreLost, Stores
 from ray_weightsync.protocol.reading import words
@@ -143,27 +143,38 @@ class Copies:
             since = time.monotonic()
             try:
                 await self._copy(snapshot, source, target, digest, limit_s - (since - began))
+            except SourceLost as lost:
+                why = await self._lost(snapshot, source, target, lost, time.monotonic() - since, limit_s)
+                failures.setdefault(target, why)
+                raise
             except Exception as error:
                 failures[target] = await self._lost(snapshot, source, target, error, time.monotonic() - since, limit_s)
                 raise
+            failures.pop(target, None)
             for replica in replicas:
                 if replica.home == target:
                     timeline.add(replica.id, PHASE, since, time.monotonic())
 
         targets = {str(replica.home) for replica in replicas if not snapshot.complete_on(str(replica.home))}
-        sources = [node_id for node_id in snapshot.copies if snapshot.complete_on(node_id)]
-        if not sources:
-            return dict.fromkeys(
-                targets, StepFailed.refused(PHASE, f"no store has the bytes of version {snapshot.label} any more", limit_s)
-            )
-        await spread(sources, targets, copy)
+        await spread([node_id for node_id in snapshot.copies if snapshot.complete_on(node_id)], targets, copy)
+        for target in targets:
+            if target not in failures and not snapshot.complete_on(target):  # nobody was left to begin with it
+                failures[target] = StepFailed.refused(PHASE, f"no store has the bytes of version {snapshot.label} any more", limit_s)
         return failures
 
     async def _copy(self, snapshot: Snapshot, source: str, target: str, digest: str, limit_s: float) -> None:
-        copy = await self.allotted(snapshot, target)
         if limit_s <= 0:
             raise TimeoutError("the nodes that have the bytes were not done with others in time")
-        await self.stores.relay(source, target, snapshot=snapshot.slot, plan=snapshot.plan, digest=digest, limit_s=limit_s)
+        copy = await self.allotted(snapshot, target)
+        try:
+            await self.stores.relay(source, target, snapshot=snapshot.slot, plan=snapshot.plan, digest=digest, limit_s=limit_s)
+        except TimeoutError:
+            raise
+        except Exception as error:
+            # The target tells of its source's death in several ways; asking the source is sure.
+            if source in snapshot.copies and await self._lives(snapshot.copies[source]):
+                raise
+            raise SourceLost(f"the store that they came from has died: {words(error)}") from error
         copy.sealed = True
 
     async def _lost(self, snapshot: Snapshot, source: str, target: str, error: Exception, elapsed_s: float, limit_s: float) -> StepFailed:

@@ -132,9 +132,11 @@ def join(pieces: Iterable[memoryview], plan: Plan, out: torch.Tensor, *, on_prog
                 block = payload[start + at : start + min(at + BLOCK_BYTES, len(part))]
                 block[:] = part[at : at + BLOCK_BYTES]
                 state.update(block)
+            del part  # holds a piece, which is to go before the next one is waited for
         digest.add(state.digest())
         for start, part in cursor.until(spec.end):
             payload[start : start + len(part)] = part
+            del part
     cursor.finish()
     return Packed(digest=digest.hexdigest(), num_bytes=plan.weight_bytes, num_tensors=len(plan.tensors))
 
@@ -152,7 +154,7 @@ class _Cursor:
         """The bytes from here to ``stop``, each part with its position."""
         while self._position < stop:
             if not self._rest:
-                self._rest = memoryview(b"")  # lets the piece before go before the next one is waited for
+                self._rest = memoryview(b"")  # an empty slice, too, holds its piece
                 try:
                     self._rest = next(self._pieces)
                 except StopIteration:
@@ -162,6 +164,7 @@ class _Cursor:
             self._rest = self._rest[size:]
             self._position += size
             yield start, part
+            del part
             if not self._rest:
                 self._on_progress(self._position)
 

@@ -1,7 +1,9 @@
 """A sealed snapshot's way from one node to another: read out of the map in pieces, which Ray's object store carries.
 
 Each piece is an object of its own, made when it is asked for and freed when it was copied, so that a relay takes a few pieces of object
-store on either node and not a model. Nothing that arrives is believed: the relay digests it while it copies.
+store on either node and not a model. While one is copied the next ones cross the network: what an actor returned stays where it was made
+until somebody wants it, and `ray.get` wants one only when it is called, so they are wanted before the copy begins. Nothing that arrives is
+believed: the relay digests it while it copies.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ PIECE_BYTES = 64 << 20
 """The largest piece, in bytes. Larger ones are no faster, and the object stores of both nodes have to hold `IN_FLIGHT` of them."""
 
 IN_FLIGHT = 3
-"""Pieces under way at once: one is made, one crosses the network, one is copied."""
+"""Pieces under way at once: one is copied, and meanwhile one crosses the network and one is made, or crosses as well."""
 
 
 def read_piece(address: SlotAddress, start: int, stop: int) -> Any:
@@ -51,7 +53,7 @@ def read_piece(address: SlotAddress, start: int, stop: int) -> Any:
 
 
 def pieces(source: Any, snapshot: str, num_bytes: int, *, piece_bytes: int, limit_s: float) -> Iterator[memoryview]:
-    """The payload of ``snapshot`` in order, pulled from the store actor ``source``.
+    """The payload of ``snapshot`` in order, pulled from the store actor ``source``. Whoever takes a piece lets the one before go first.
 
     Args:
         source: Handle of the store that has it sealed.
@@ -77,5 +79,8 @@ def pieces(source: Any, snapshot: str, num_bytes: int, *, piece_bytes: int, limi
             piece = ray.get(ref, timeout=max(0.0, deadline - time.monotonic()))
         except GetTimeoutError as error:
             raise TimeoutError(f"byte {start} of {num_bytes} of snapshot {snapshot} did not arrive within {limit_s:.1f} s") from error
+        if asked:
+            # Returns at once, and has those that are made already on their way here from now on.
+            ray.wait([each for _, each in asked], num_returns=len(asked), timeout=0, fetch_local=True)
         yield memoryview(piece)
         del ref, piece

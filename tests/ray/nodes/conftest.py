@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.ray.nodes import stories
+from tests.ray.nodes import crossing, stories
 from tests.ray.raylets import Driver, Node, Raylets, raylets
 
 LIMIT_S = 60.0
@@ -28,7 +28,7 @@ class Ground:
     def add_node(self) -> str:
         """One more node with a directory of its own; its id."""
         path = tempfile.mkdtemp(prefix="rws-tests-", dir="/dev/shm")
-        node_id = self.cluster.add(Node(env={stories.VARIABLE: path}))
+        node_id = self.cluster.add(Node(env={crossing.VARIABLE: path}, resources={stories.ROAMING: 1}))
         self.directories[node_id] = path
         return node_id
 
@@ -49,7 +49,8 @@ def ground() -> Iterator[Ground]:
     paths = [tempfile.mkdtemp(prefix="rws-tests-", dir="/dev/shm") for _ in range(3)]
     directories: dict[str, str] = {}
     try:
-        with raylets(*(Node(env={stories.VARIABLE: path}) for path in paths)) as cluster, cluster.driver() as driver:
+        nodes = [Node(env={crossing.VARIABLE: path}, resources={stories.ROAMING: 1} if path == paths[2] else {}) for path in paths]
+        with raylets(*nodes) as cluster, cluster.driver() as driver:
             directories.update(zip(cluster.node_ids, paths, strict=True))
             driver.call(stories.start_engines, cluster.node_ids)
             yield Ground(cluster, driver, directories)

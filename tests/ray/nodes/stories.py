@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,9 +14,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 import ray_weightsync as rws
 from ray_weightsync.testing import Faults
 from tests.ray.killing import kill, until_dead
+from tests.ray.nodes.crossing import LIMIT_S, VARIABLE, dies_during, flip
 
-VARIABLE = "RWS_TEST_SHM"
-LIMIT_S = 60.0
+ROAMING = "roaming"
+"""A resource of the nodes that an engine may be restarted on."""
 PIECE_BYTES = 4096
 HOST = rws.Host(directory=f"${VARIABLE}", bucket_bytes=PIECE_BYTES)
 
@@ -76,21 +76,6 @@ def slots_on(sync: rws.WeightSync, node_id: str) -> Any:
     return ray.get(store_on(sync, node_id).stats.remote(), timeout=LIMIT_S)
 
 
-def _flip(actor: Any) -> None:
-    """From now on the first byte of every payload that leaves this store arrives as another one."""
-    module: Any = importlib.import_module("ray_weightsync.transports.host.actor")
-    true = module.read_piece
-
-    def flipped(address: Any, start: int, stop: int) -> Any:
-        piece = true(address, start, stop)
-        if start == 0:
-            piece = piece.copy()
-            piece[0] ^= 1
-        return piece
-
-    module.read_piece = flipped
-
-
 def fence(sync: rws.WeightSync, replica_id: str, module: torch.nn.Module, version: int) -> None:
     """A round in which that replica fails."""
     with Faults(sync) as faults:
@@ -129,7 +114,7 @@ def a_byte_flips() -> dict[str, Any]:
         before, after = make_module(), make_module()
         sync.send_weights(before, version=1)
         origin = store_on(sync, next(iter(engines)))
-        ray.get(origin.__ray_call__.remote(_flip), timeout=LIMIT_S)
+        ray.get(origin.__ray_call__.remote(flip), timeout=LIMIT_S)
         try:
             sync.send_weights(after, version=2)
         except rws.RoundAborted as error:
@@ -139,26 +124,37 @@ def a_byte_flips() -> dict[str, Any]:
         return {"error": str(told), "replicas": told.replicas, "phase": told.phase, "served": serve(before)}
 
 
-def a_store_dies_between_rounds(node_id: str) -> dict[str, Any]:
+def stores_die(node_id: str) -> dict[str, Any]:
     with session() as sync:
         sync.send_weights(make_module(), version=1)
         kill(store_on(sync, node_id))
         module = make_module()
         report = sync.send_weights(module, version=2)
-        return {"committed": report.committed, "served": serve(module)}
+        between = {"committed": report.committed, "served": serve(module)}
+        try:
+            dies_during(store_on(sync, next(iter(engines))), lambda: sync.send_weights(make_module(), version=3))
+        except rws.RoundAborted as error:
+            told = {"error": str(error), "replicas": error.replicas, "served": serve(module)}
+        else:
+            raise AssertionError("bytes came from a dead store")
+        module = make_module()
+        report = sync.send_weights(module, version=4)
+        return {"between": between, "while they cross": told, "after": {"committed": report.committed, "served": serve(module)}}
 
 
 def healed_from_a_relay(node_ids: Sequence[str], coordinator_dies: bool) -> dict[str, Any]:
-    """The replica on the second node is fenced; of three stores only the third's is left."""
+    """The replica on the second node is fenced; of three stores only the third's is left, or stays while the first's bytes cross."""
     with session() as sync:
         module = make_module()
         sync.send_weights(make_module(), version=1)
         fence(sync, "r1", module, 2)
-        for node_id in node_ids[:2]:
-            kill(store_on(sync, node_id))
+        kill(store_on(sync, node_ids[1]))
         if coordinator_dies:
+            kill(store_on(sync, node_ids[0]))
             ray.kill(sync.coordinator)
-        sync.heal()
+            sync.heal()
+        else:
+            dies_during(store_on(sync, node_ids[0]), sync.heal)
         healed = [replica.id for replica in sync.serving()], serve(module)
         module = make_module()
         report = sync.send_weights(module, version=3)
@@ -194,9 +190,31 @@ kept: dict[str, Any] = {}
 
 
 def begin_losing_a_node() -> None:
+    """With one more engine on the third node, r3, which may be restarted."""
+    engines["roamer"] = rws.TorchEngine.options(max_restarts=1, resources={ROAMING: 1}).remote(make_module)
     kept["stack"] = contextlib.ExitStack()
-    kept["sync"] = kept["stack"].enter_context(session())
-    kept["sync"].send_weights(make_module(), version=1)
+    kept["sync"] = kept["stack"].enter_context(session(timeouts=rws.Timeouts(health_interval_s=0.5)))
+    kept["module"] = make_module()
+    kept["sync"].send_weights(kept["module"], version=1)
+
+
+def heal_where_it_was_restarted(node_id: str) -> dict[str, Any]:
+    """The node of r3 was killed: the same handle is on this one as soon as Ray has found out."""
+    sync, roamer, deadline, found = kept["sync"], engines["roamer"], time.monotonic() + LIMIT_S, None
+    while found != node_id:
+        assert time.monotonic() < deadline, (found, str(sync.status()))
+        with contextlib.suppress(ray.exceptions.RayActorError):
+            found = ray.get(roamer.__ray_call__.remote(_node), timeout=LIMIT_S)
+        time.sleep(0.05)
+    while (state := next(each.state for each in sync.status().replicas if each.id == "r3")) != "QUARANTINED":
+        assert time.monotonic() < deadline, str(sync.status())
+        time.sleep(0.05)
+    sync.heal("r3")
+    return {
+        "noticed": state,
+        "serving": "r3" in [replica.id for replica in sync.serving()],
+        "served": serve(kept["module"], [roamer]),
+    }
 
 
 def go_on_without(node_id: str) -> dict[str, Any]:

@@ -21,6 +21,7 @@ class FakeStores:
         relays: Which node sent to which, in order.
         torn: Nodes where other bytes arrive than were sent.
         gates: By node, holds relays to it.
+        breaks: By node, which store dies while bytes come to it.
     """
 
     def __init__(self) -> None:
@@ -31,6 +32,7 @@ class FakeStores:
         self.relays: list[tuple[str, str]] = []
         self.torn: set[str] = set()
         self.gates: dict[str, asyncio.Event] = {}
+        self.breaks: dict[str, str] = {}
         self.closed = False
         self.refuse_seal = False
         self.full: set[str] = set()
@@ -89,6 +91,10 @@ class FakeStores:
         self.relays.append((source, target))
         if target in self.gates:
             await self.gates[target].wait()
+        if target in self.breaks:
+            self.kill(self.breaks.pop(target))
+        if source not in self.at:
+            raise ValueError("the target's store tells that its source has died")
         assert self._of(source)[snapshot] in ("sealed", "committed"), "only sealed bytes travel"
         assert self._of(target)[snapshot] == "writing"
         if target in self.torn:

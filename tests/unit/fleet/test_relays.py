@@ -194,6 +194,34 @@ class TestANodeFails:
 
         run(story)
 
+    def test_the_only_source_that_dies_while_bytes_cross_aborts_the_round_and_the_next_one_gets_through(self) -> None:
+        async def story() -> None:
+            fleet = await fleet_on("node", "other", "third", "third")
+            await fleet.send(1)
+            fleet.stores.breaks = {"other": "node"}
+            with pytest.raises(RoundAborted, match="store that they came from has died") as caught:
+                await fleet.send(2)
+            assert caught.value.replicas == ("r1", "r2", "r3")
+            assert states_of(fleet.stores, fleet.sent["2"]) == {}
+            assert [engine.version for engine in fleet.engines] == ["1"] * 4
+            await fleet.send(3)
+            assert [engine.version for engine in fleet.engines] == ["3"] * 4
+
+        run(story)
+
+    def test_a_target_that_dies_while_bytes_come_to_it_costs_the_others_nothing(self) -> None:
+        async def story() -> None:
+            fleet = await fleet_on("node", "other", "third")
+            await fleet.send(1)
+            fleet.stores.breaks = {"other": "other"}
+            with pytest.raises(RoundAborted, match="did not reach every node") as caught:
+                await fleet.send(2)
+            assert caught.value.replicas == ("r1",)
+            await fleet.send(3)
+            assert [engine.version for engine in fleet.engines] == ["3"] * 3
+
+        run(story)
+
     def test_staging_that_does_not_reach_every_node_is_an_error_and_leaves_nothing(self) -> None:
         async def story() -> None:
             fleet = await fleet_on("node", "other")
@@ -278,6 +306,17 @@ class TestRepair:
             assert states_of(fleet.stores, fleet.sent["1"]) == {"third": "committed", "other": "committed"}
             await fleet.send(2)
             assert [engine.version for engine in fleet.engines] == ["2"] * 3
+
+        run(story)
+
+    def test_a_source_that_dies_while_bytes_cross_gives_way_to_another_one(self) -> None:
+        async def story() -> None:
+            fleet = await self.fenced_on_other()
+            fleet.stores.kill("other")
+            fleet.stores.breaks = {"other": "node"}
+            await fleet.coordinator.repair.heal()
+            assert (state(fleet, "r1"), fleet.stores.relays) == ("SERVING", [("node", "other"), ("third", "other")])
+            assert states_of(fleet.stores, fleet.sent["1"]) == {"third": "committed", "other": "committed"}
 
         run(story)
 

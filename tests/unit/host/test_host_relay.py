@@ -6,15 +6,18 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy
 import pytest
+from ray.exceptions import ActorDiedError, GetTimeoutError
 
 from ray_weightsync.errors import ConfigError
 from ray_weightsync.transports.host.actor import directory_here
 from ray_weightsync.transports.host.layout import SlotError
-from ray_weightsync.transports.host.relay import read_piece
+from ray_weightsync.transports.host.relay import IN_FLIGHT, pieces, read_piece
 from ray_weightsync.transports.host.store import SnapshotStore
 from ray_weightsync.transports.host.writer import SlotWriter
 from ray_weightsync.weights.plan import Plan
@@ -99,6 +102,119 @@ def test_a_relay_whose_snapshot_was_given_up_meanwhile_ends_at_the_next_piece(fa
 
     with SlotWriter() as writer, pytest.raises(SlotError, match="given up"):
         writer.copy(address, plan, arriving())
+
+
+class Ref:
+    """A reference to an object in an object store."""
+
+    def __init__(self, start: int, piece: Any) -> None:
+        self.start = start
+        self.piece = piece
+
+
+class Carried:
+    """Stands for `ray.get` and `ray.wait`, and for the handle of ``store``'s actor, whose process dies at byte ``dies_at``.
+
+    Attributes:
+        most: How many pieces were asked for and not freed at once, at most. One that is still read is not freed.
+        events: Where each piece starts that was asked for, wanted and had, in order.
+        late_at: Where the piece starts that does not arrive.
+    """
+
+    def __init__(self, store: SnapshotStore, *, dies_at: int | None = None, late_at: int | None = None) -> None:
+        self._store = store
+        self._dies_at = dies_at
+        self._late_at = late_at
+        self._refs: weakref.WeakValueDictionary[int, Ref] = weakref.WeakValueDictionary()
+        self._objects: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self.most = 0
+        self.events: list[tuple[str, int]] = []
+
+    @property
+    def held(self) -> set[int]:
+        """Where the pieces start that are asked for and not freed."""
+        return {*self._refs, *self._objects}
+
+    @property
+    def read(self) -> Carried:
+        return self
+
+    def remote(self, snapshot: str, start: int, stop: int) -> Ref:
+        piece = numpy.array(read_piece(self._store.address(snapshot), start, stop))
+        self._objects[start] = piece
+        self._refs[start] = ref = Ref(start, piece)
+        self.most = max(self.most, len(self.held))
+        self.events.append(("asked", start))
+        return ref
+
+    def get(self, ref: Ref, *, timeout: float) -> Any:
+        if ref.start == self._late_at:
+            raise GetTimeoutError
+        if self._dies_at is not None and ref.start >= self._dies_at:
+            raise ActorDiedError
+        self.events.append(("had", ref.start))
+        return ref.piece
+
+    def wait(self, refs: Sequence[Ref], *, num_returns: int, timeout: float, fetch_local: bool) -> None:
+        assert num_returns == len(refs)
+        assert timeout == 0
+        assert fetch_local
+        self.events.extend(("wanted", ref.start) for ref in refs)
+
+
+class TestPieces:
+    @pytest.fixture
+    def carried(self, store: SnapshotStore, monkeypatch: pytest.MonkeyPatch) -> Any:
+        def carry(**how: Any) -> Carried:
+            made = Carried(store, **how)
+            monkeypatch.setattr("ray_weightsync.transports.host.relay.ray", made)
+            return made
+
+        return carry
+
+    def test_no_more_than_a_few_are_ever_asked_for_and_not_freed_by_the_one_who_copies(
+        self, carried: Any, store: SnapshotStore, far: SnapshotStore, stage: Any, plan: Plan
+    ) -> None:
+        snapshot, digest = stage.sealed(store, 3)
+        address, source = far.open_slot(snapshot, plan.digest, plan.num_bytes, False), carried()
+        with SlotWriter() as writer:
+            arriving = pieces(source, snapshot, plan.num_bytes, piece_bytes=7, limit_s=30)
+            assert writer.copy(address, plan, arriving).digest == digest
+        assert (source.most, len(source.held)) == (IN_FLIGHT, 0)
+        far.discard(snapshot)
+
+    def test_while_one_is_copied_those_after_it_are_on_their_way(self, carried: Any, store: SnapshotStore, stage: Any) -> None:
+        snapshot, _ = stage.sealed(store, 3)
+        source = carried()
+        arriving = pieces(source, snapshot, 500, piece_bytes=100, limit_s=30)
+        for start in range(0, 500, 100):
+            next(arriving)  # and it is being copied now
+            on_their_way = {at for what, at in source.events if what == "wanted"} - {at for what, at in source.events if what == "had"}
+            assert on_their_way == set(range(start + 100, min(start + 100 * IN_FLIGHT, 500), 100))
+        assert next(arriving, None) is None
+
+    def test_one_that_is_late_ends_the_relay_and_is_named(self, carried: Any, store: SnapshotStore, stage: Any) -> None:
+        snapshot, _ = stage.sealed(store, 3)
+        source = carried(late_at=200)
+        arriving = pieces(source, snapshot, 500, piece_bytes=100, limit_s=30)
+        with pytest.raises(TimeoutError, match=f"byte 200 of 500 of snapshot {snapshot} did not arrive within 30.0 s"):
+            list(arriving)
+
+    def test_a_source_that_dies_on_the_way_leaves_a_slot_that_is_given_up_and_had_again(
+        self, carried: Any, store: SnapshotStore, far: SnapshotStore, stage: Any, plan: Plan
+    ) -> None:
+        snapshot, digest = stage.sealed(store, 3)
+        address, source = far.open_slot(snapshot, plan.digest, plan.num_bytes, False), carried(dies_at=70)
+        with SlotWriter() as writer:
+            with pytest.raises(ActorDiedError):
+                writer.copy(address, plan, pieces(source, snapshot, plan.num_bytes, piece_bytes=7, limit_s=30))
+            with pytest.raises(SlotError, match=f"70 of {plan.num_bytes} bytes were written"):
+                far.seal(snapshot, digest)
+            far.discard(snapshot)
+            again = far.open_slot(snapshot, plan.digest, plan.num_bytes, False)
+            arriving = pieces(carried(), snapshot, plan.num_bytes, piece_bytes=7, limit_s=30)
+            assert writer.copy(again, plan, arriving).digest == digest
+        far.seal(snapshot, digest)
 
 
 class TestDirectories:
