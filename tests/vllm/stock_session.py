@@ -19,15 +19,16 @@ EXTENSION = "tests.vllm.stock_faults.FailingExtension"
 
 
 class Midway(StateDictSource):
-    """Does something in the middle."""
+    """Does something in the middle, after so many tensors."""
 
-    def __init__(self, tensors: dict[str, torch.Tensor], act: Callable[[], None]) -> None:
+    def __init__(self, tensors: dict[str, torch.Tensor], act: Callable[[], None], *, after: int = 7) -> None:
         super().__init__(tensors)
         self._act = act
+        self._after = after
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for number, pair in enumerate(super().__iter__()):
-            if number == 7:
+            if number == self._after:
                 self._act()
             yield pair
 

@@ -94,7 +94,9 @@ def test_a_staged_version_is_served_only_when_it_is_committed(
     fleet: Fleet, attach: Attach, pairs_a: Pairs, pairs_b: Pairs, fresh_a: Tokens, fresh_b: Tokens
 ) -> None:
     sync = attach()
-    sync.send_weights(pairs_a, version=1)
+    report = sync.send_weights(pairs_a, version=1)
+    why = "auto: the weights are on the CPU (the sender's process has no GPU)"
+    assert (report.transport, report.transport_reason) == ("host", why), "nobody named a transport"
     staged = sync.stage_weights(pairs_b, version=2)
     assert fleet.paused() == [False, False]
     assert fleet.serves(fresh_a)

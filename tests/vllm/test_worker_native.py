@@ -6,6 +6,10 @@ receives from our sender over gloo.
 
 from __future__ import annotations
 
+import os
+import re
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,12 +17,15 @@ from typing import Any
 import pytest
 import ray
 
+import ray_weightsync as rws
 from ray_weightsync.fleet.topology import Shape, group_of
+from ray_weightsync.testing import Faults
 from ray_weightsync.transports.collective.stock_format import StockFormat, update_info
 from ray_weightsync.weights.digest import weights_digest
 from ray_weightsync.weights.plan import ParamMeta, Plan
 from tests.vllm import support
 from tests.vllm.conftest import Checkpoints
+from tests.vllm.stock_session import Midway
 from tests.vllm.stock_trainer import start_trainer
 from tests.vllm.support import CALL_LIMIT_S, Driver, Pairs, Stage, plan_of
 
@@ -424,3 +431,42 @@ def test_vllms_own_nccl_backend_is_attested_and_a_rank_whose_loader_fails_holds_
     native.resume()
     assert native.tokens() == fresh_b[native.world_size]
     ray.get(trainer.close.remote(), timeout=CALL_LIMIT_S)
+
+
+def test_a_worker_that_is_killed_in_a_broadcast_tears_the_other_engine_at_once_and_the_next_round_is_of_that_one_alone(
+    drivers: dict[int, NativeDriver], pairs_a: Pairs, pairs_b: Pairs, fresh_b: Tokens
+) -> None:
+    """By a session, with our own receiver. The last test here: the engine of two workers is gone."""
+    survivor = drivers[1]
+    victim = drivers[2].describe()[1]["pid"]
+    refs = [rws.EngineRef(driver.handle, attr="llm") for driver in drivers.values()]
+    options = {"transport": rws.Collective(bucket_bytes=1 << 18, interface="lo"), "timeouts": rws.Timeouts(health_interval_s=3600)}
+    with rws.WeightSync.attach(refs, on_failure=support.LEFT_FENCED, **options) as sync, Faults(sync) as faults:
+        before = sync.send_weights(pairs_a, version="a")
+        assert sync.status().ranks == "group of 4: 0 sender | 1 r0 | 2-3 r1 (TP 2)"
+        half_way = faults.inject("r1", "load", "hang", rank=1)
+        began: list[float] = []
+
+        def kill() -> None:
+            half_way.wait_reached(timeout_s=CALL_LIMIT_S)
+            began.append(time.monotonic())
+            os.kill(victim, signal.SIGKILL)
+
+        with pytest.raises(rws.FleetTorn, match="r1") as caught:
+            # Its half is sent by then, and not so much more that the sender waits for one who hangs.
+            sync.send_weights(Midway(pairs_b, kill, after=len(pairs_b) // 2 + 3), version="torn")
+        assert time.monotonic() - began[0] < 60, "nobody waits for the deadline of an update"
+        assert caught.value.replicas == ("r0", "r1")
+        received = re.search(r"(\d+) of (\d+) bytes were received", survivor.describe()[0]["failure"])
+        assert received is not None
+        assert 0 < int(received[1]) < int(received[2])
+        assert survivor.call("get_weight_version").startswith("!rws:")
+        assert survivor.call("is_paused")
+        assert sync.serving() == ()
+        report = sync.send_weights(pairs_b, version="b")
+        assert report.committed == ("r0",)
+        assert report.epoch > before.epoch
+        assert sync.status().ranks == "group of 2: 0 sender | 1 r0"
+        assert (survivor.call("get_weight_version"), survivor.call("is_paused")) == ("b", False)
+        assert survivor.tokens() == fresh_b[1]
+        assert survivor.leftovers() == []

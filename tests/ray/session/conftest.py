@@ -16,8 +16,8 @@ LIMIT_S = 60
 
 
 def make_module() -> torch.nn.Module:
-    """What the engines serve: different random weights at each call."""
-    return torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 4))
+    """What the engines serve: different random weights at each call, 10 KB of them."""
+    return torch.nn.Sequential(torch.nn.Linear(16, 128), torch.nn.Tanh(), torch.nn.Linear(128, 4))
 
 
 class Fleet:

@@ -11,10 +11,13 @@ from typing import Any
 
 import ray
 
+import ray_weightsync as rws
 from ray_weightsync.engines.facts import CONTROL_GROUP
 from ray_weightsync.engines.torch_engine import TorchEngineActor
+from ray_weightsync.fleet.link import CoordinatorLink
 from ray_weightsync.fleet.relay import NativeMembers
 from ray_weightsync.protocol.client import VLLMWeightSyncClient
+from ray_weightsync.trainer.sender import SnapshotSender
 from ray_weightsync.transports.collective.receiver import CollectiveReceiver
 from ray_weightsync.transports.host.receiver import HostReceiver
 from ray_weightsync.transports.native.arrivals import Arrivals
@@ -22,8 +25,7 @@ from ray_weightsync.transports.native.source import RoundSource
 from ray_weightsync.weights.plan import Plan
 from ray_weightsync.worker.receiver import Delivery, Received
 from ray_weightsync.worker.updates import SoleRank, WorkerUpdates
-
-LIMIT_S = 60
+from tests.ray.session.conftest import LIMIT_S, Fleet
 
 
 class ByCalls:
@@ -135,3 +137,20 @@ class CallsEngine:
 
     def shutdown(self) -> None:
         self.ended.set()
+
+
+class Trainer:
+    """A sender with trainer engines of the tests."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.engines = Engines()
+        sync = fleet.sync
+        settings = ray.get(sync.coordinator.settings.remote(), timeout=LIMIT_S)
+        link = CoordinatorLink(sync.name, sync.coordinator, timeouts=settings.timeouts)
+        self._sender = SnapshotSender(sync.name, link, settings=settings, engine_maker=self.engines)
+
+    def send_weights(self, source: Any, *, version: int | str) -> rws.SyncReport:
+        return self._sender.send(source, version=version)
+
+    def close(self) -> None:
+        self._sender.close()

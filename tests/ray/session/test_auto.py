@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import tempfile
 import uuid
@@ -20,6 +21,7 @@ from ray_weightsync.fleet.choosing import SenderFacts
 from ray_weightsync.trainer import sender as sender_module
 from ray_weightsync.trainer.facts import sender_facts
 from tests.ray.session.conftest import LIMIT_S, Fleet, make_module
+from tests.ray.session.native_engines import NativeEngineActor, Trainer
 
 StartFleet = Callable[..., Fleet]
 MINE = DeviceFacts("cuda", "mine")
@@ -34,6 +36,21 @@ class _OnAGpu(TorchEngineActor):
 
 
 OnAGpu: Any = ray.remote(concurrency_groups={CONTROL_GROUP: 4}, max_concurrency=8, num_cpus=0)(_OnAGpu)
+
+
+class _VLLMOnAGpu(NativeEngineActor):
+    """Says the same, and that it is vLLM. What comes by CUDA IPC comes inside the calls."""
+
+    def __init__(self, make_module: Callable[[], torch.nn.Module]) -> None:
+        super().__init__(make_module)
+        self._updates._device, self._updates._nccl = {"type": "cuda", "uuid": uuid.uuid4().hex}, True
+
+    @ray.method(concurrency_group=CONTROL_GROUP)
+    def rws_inspect(self, nonce: str) -> dict[str, Any]:
+        return {**super().rws_inspect(nonce), "kind": "async"}
+
+
+VLLMOnAGpu: Any = ray.remote(concurrency_groups={CONTROL_GROUP: 4}, max_concurrency=8, num_cpus=0)(_VLLMOnAGpu)
 
 
 @pytest.fixture
@@ -129,17 +146,38 @@ def test_a_transport_that_was_asked_for_is_refused_where_it_cannot_get_to_the_en
     assert fleet.serve(module)
 
 
-def test_a_trainer_and_an_engine_on_one_gpu_are_no_two_ranks(start_fleet: StartFleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet = start_fleet(2, engine_class=OnAGpu, transport="auto")
-    inspected: Any = fleet.engines[1]
-    told = ray.get(inspected.rws_inspect.remote("nonce"), timeout=LIMIT_S)["workers"][0]["device"]
+def test_engines_on_the_trainers_gpu_receive_by_cuda_ipc_in_just_the_rounds_that_have_no_others(
+    start_fleet: StartFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = start_fleet(2, engine_class=VLLMOnAGpu, transport="auto")
+    near, far = fleet.engines
+    told = ray.get(near.rws_inspect.remote("nonce"), timeout=LIMIT_S)["workers"][0]["device"]
     shared = DeviceFacts.from_wire(told)
     assert shared is not None
     facts = SenderFacts(node_id="node", device=shared, current=shared, nccl=True, vllm=True)
     monkeypatch.setattr(sender_module, "sender_facts", lambda source: facts)
-    report = fleet.sync.send_weights(make_module(), version=1)
-    assert report.transport == "host"
-    assert report.transport_reason.startswith("auto: r1 share the sender's GPU and not every worker does")
+    with contextlib.closing(Trainer(fleet)) as trainer:
+
+        def goes(version: int) -> tuple[str, str]:
+            module = make_module()
+            report = trainer.send_weights(module, version=version)
+            assert fleet.serve(module)
+            assert report.transport_reason in str(report)
+            return report.transport, report.transport_reason
+
+        transport, why = goes(1)
+        assert transport == "host"
+        assert why.startswith("auto: r0 share the sender's GPU and not every worker does")
+        fleet.sync.remove("r1")
+        fleet.engines = [near]
+        assert goes(2) == ("native:ipc", f"auto: all workers share the sender's GPU {shared.uuid}")
+        fleet.sync.add([rws.EngineRef(far, id="far")])
+        fleet.engines = [near, far]
+        assert goes(3)[0] == "host"
+        fleet.sync.remove("r0")
+        fleet.engines = [far]
+        assert goes(4) == ("collective", "auto: every worker has a GPU of its own, and NCCL is installed on both sides")
+        assert [engine.sent for engine in trainer.engines.made] == [1], "CUDA IPC's trainer engine was made for one round of the four"
 
 
 def test_what_a_process_without_a_gpu_says_of_itself(ray_cluster: str) -> None:

@@ -126,7 +126,7 @@ class TestAttach:
 
 def wrong_shape(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     state = dict(module.state_dict())
-    state["0.weight"] = torch.zeros(16, 32)
+    state["0.weight"] = torch.zeros(16, 128)
     return state
 
 

@@ -3,26 +3,62 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 import torch
 
 import ray_weightsync as rws
+from ray_weightsync.engines.facts import CONTROL_GROUP
+from ray_weightsync.engines.torch_engine import TorchEngineActor
 from ray_weightsync.testing import Faults
-from tests.ray.killing import kill, until_dead
+from tests.ray.killing import kill
 from tests.ray.session.conftest import LIMIT_S, Fleet, make_module
 
 StartFleet = Callable[..., Fleet]
 
-BY_BROADCAST = rws.Collective(bucket_bytes=4096, interface="lo")
+BY_BROADCAST = rws.Collective(bucket_bytes=4096, interface="lo")  # the module's first tensor is a bucket, and the rest another
 KEPT = rws.Collective(bucket_bytes=4096, interface="lo", keep_snapshot=True)
 FOR_EVER_S = 600
+
+
+class _Receiving(TorchEngineActor):
+    """Tells when the first tensor of an update is there, and when the update is over."""
+
+    def __init__(self, make_module: Callable[[], torch.nn.Module]) -> None:
+        super().__init__(make_module)
+        self._arrived, self._over = threading.Event(), threading.Event()
+        loader: Any = self._loader
+        self._load, loader.load = loader.load, self._load_noted
+
+    def _load_noted(self, pairs: Iterator[tuple[str, torch.Tensor]]) -> None:
+        self._over.clear()
+        try:
+            self._load(self._noted(pairs))
+        finally:
+            self._arrived.clear()
+            self._over.set()
+
+    def _noted(self, pairs: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for pair in pairs:
+            self._arrived.set()
+            yield pair
+
+    def wait_arrived(self) -> bool:
+        return self._arrived.wait(LIMIT_S)
+
+    def wait_over(self) -> bool:
+        return self._over.wait(LIMIT_S)
+
+
+Receiving: Any = ray.remote(concurrency_groups={CONTROL_GROUP: 4}, max_concurrency=8, num_cpus=0)(_Receiving)
 
 
 class Source:
@@ -139,7 +175,7 @@ def test_a_plan_that_an_engine_refuses_changes_nothing_and_the_sender_waits_for_
     served = make_module()
     fleet.sync.send_weights(served, version="good")
     began = time.monotonic()
-    with pytest.raises(rws.RoundAborted, match=r"has shape \[32, 16\], the engine's|has shape") as caught:
+    with pytest.raises(rws.RoundAborted, match=r"has shape \[8, 8\], the engine's has \[128, 16\]") as caught:
         fleet.sync.send_weights(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4)), version="bad")
     assert caught.value.phase == "preflight"
     assert time.monotonic() - began < 60
@@ -162,26 +198,35 @@ def test_a_round_that_ends_before_start_is_put_back_and_its_sender_told(start_fl
 
 
 def test_an_engine_killed_while_bytes_move_takes_the_others_with_it_at_once_and_the_next_round_is_theirs(start_fleet: StartFleet) -> None:
-    fleet = start_fleet(3, fresh=True, transport=BY_BROADCAST)
-    fleet.sync.send_weights(make_module(), version="good")
+    fleet = start_fleet(3, engine_class=Receiving, transport=BY_BROADCAST)
+    good = fleet.sync.send_weights(make_module(), version="good")
+    assert fleet.sync.status().ranks == "group of 4: 0 sender | 1 r0 | 2 r1 | 3 r2"
     source = Source(make_module())
     sending = Sending(fleet.sync, source, "torn")
     assert source.stopped.wait(LIMIT_S)
-    ray.kill(fleet.engines[1])
-    until_dead(fleet.engines[1])
-    source.goes_on.set()
+    arrived = ray.get([engine.wait_arrived.remote() for engine in fleet.engines], timeout=2 * LIMIT_S)
+    victim = psutil.Process(ray.get(fleet.engines.pop(1).__ray_call__.remote(lambda actor: os.getpid()), timeout=LIMIT_S))
     began = time.monotonic()
+    victim.kill()
+    victim.wait(LIMIT_S)
+    over = ray.get([engine.wait_over.remote() for engine in fleet.engines], timeout=2 * LIMIT_S)
+    source.goes_on.set()
     error = sending.ended()
+    assert all(arrived), "the first of two buckets was there"
+    assert all(over), "who waits for the second one is told"
     assert isinstance(error, rws.FleetTorn), error
     assert time.monotonic() - began < 60, "nobody waits for the deadline of an update"
-    assert "r1" in str(error)
-    survivors = [fleet.engines[0], fleet.engines[2]]
-    labels = ray.get([engine.get_weight_version.remote() for engine in survivors], timeout=LIMIT_S)
-    assert all(label.startswith("!rws:") for label in labels)
+    assert error.replicas == ("r0", "r1", "r2")
+    assert all(label.startswith("!rws:") for label in fleet.versions())
+    assert fleet.paused() == [True] * 2
+    assert fleet.sync.serving() == ()
+    told = ray.get([engine.collective_rpc.remote("rws_describe", args=("nonce",)) for engine in fleet.engines], timeout=LIMIT_S)
+    assert all("8192 of 10816 bytes were received, waiting for bucket 2 of 2" in worker["failure"] for (worker,) in told), told
     module = make_module()
     report = fleet.sync.send_weights(module, version="whole")
     assert report.committed == ("r0", "r2")
-    fleet.engines = survivors
+    assert report.epoch > good.epoch
+    assert fleet.sync.status().ranks == "group of 3: 0 sender | 1 r0 | 2 r2"
     assert fleet.serve(module)
     assert fleet.paused() == [False] * 2
 

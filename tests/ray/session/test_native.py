@@ -16,27 +16,10 @@ from ray_weightsync.testing import Faults
 from ray_weightsync.trainer.sender import SnapshotSender
 from tests.ray.killing import kill
 from tests.ray.session.conftest import LIMIT_S, Fleet, make_module
-from tests.ray.session.native_engines import Engines, NativeEngine
+from tests.ray.session.native_engines import Engines, NativeEngine, Trainer
 from tests.ray.session.test_broadcast import Sending, Source
 
 StartFleet = Callable[..., Fleet]
-
-
-class Trainer:
-    """A sender with trainer engines of the tests."""
-
-    def __init__(self, fleet: Fleet) -> None:
-        self.engines = Engines()
-        sync = fleet.sync
-        settings = ray.get(sync.coordinator.settings.remote(), timeout=LIMIT_S)
-        link = CoordinatorLink(sync.name, sync.coordinator, timeouts=settings.timeouts)
-        self._sender = SnapshotSender(sync.name, link, settings=settings, engine_maker=self.engines)
-
-    def send_weights(self, source: Any, *, version: int | str) -> rws.SyncReport:
-        return self._sender.send(source, version=version)
-
-    def close(self) -> None:
-        self._sender.close()
 
 
 @pytest.fixture
