@@ -48,6 +48,12 @@ class Parts:
     def timeouts(self) -> Timeouts:
         return self.settings.timeouts
 
+    @property
+    def longest_turn_s(self) -> float:
+        """The longest that whoever has the turn may keep it, in seconds: grows with the weights that are here or on their way."""
+        num_bytes = self.staging.num_bytes
+        return self.timeouts.staging_s(num_bytes) + self.timeouts.round_s(num_bytes)
+
     def end_turn(self, holder: str) -> None:
         """Give the turn back if ``holder`` has it."""
         if self.turn.holder == holder:

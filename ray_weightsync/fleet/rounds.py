@@ -67,11 +67,6 @@ class Rounds:
         self._plans: dict[str, Plan] = {}
         self._abandoned: deque[str] = deque(maxlen=100)
 
-    @property
-    def longest_s(self) -> float:
-        """The longest that a round of a known plan may take from the seal on, in seconds."""
-        return self._timeouts.round_s(max((plan.num_bytes for plan in self._plans.values()), default=0))
-
     # --- staging ------------------------------------------------------------------------------------------------------------
 
     async def open(
@@ -172,6 +167,10 @@ class Rounds:
         finally:
             if not keep_turn:
                 self._parts.end_turn(snapshot_id)
+
+    def give_up(self, snapshot_id: str, why: str) -> None:
+        """`abandon` for a sender, who is not to wait for engines: its turn ends, and its slot is freed, when they have answered."""
+        self._parts.spawn(self.abandon(snapshot_id, why))
 
     async def abandon(self, snapshot_id: str, why: str) -> None:
         """The sender gives the snapshot up; nothing is committed. Idempotent."""
