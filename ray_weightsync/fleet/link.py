@@ -139,6 +139,8 @@ class CoordinatorLink:
             try:
                 return self._get(ref, limit_s + turns_s - (time.monotonic() - began))
             except GetTimeoutError as error:
+                if isinstance(error, RayTaskError):  # one that the coordinator raised
+                    raise
                 # Asked only now: the turn that has to be waited for may have begun after the call.
                 longer_s = turns * self.longest_turn_s() if turns else 0.0
                 if longer_s <= turns_s:

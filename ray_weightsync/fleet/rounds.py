@@ -98,7 +98,8 @@ class Rounds:
         label = version_label(version)
         known = self._plan(plan_digest, plan)
         limit_s = self._timeouts.staging_s(known.num_bytes)
-        await self._parts.turn.take(snapshot_id, busy=busy, limit_s=limit_s + self._timeouts.round_s(known.num_bytes))
+        turn_s = max(limit_s + self._timeouts.round_s(known.num_bytes), self._parts.longest_turn_s)
+        await self._parts.turn.take(snapshot_id, busy=busy, limit_s=turn_s)
         log = RoundLog(snapshot_id)
         try:
             self._parts.claims.require_any(self._roster.replicas.values())
@@ -215,7 +216,7 @@ class Rounds:
         """
         snapshot = self._staging.require(snapshot_id, self._roster.serves())
         if not holds_turn:
-            await self._parts.turn.take(snapshot_id, busy="wait", limit_s=self._timeouts.round_s(snapshot.plan.num_bytes))
+            await self._parts.turn.take(snapshot_id, busy="wait", limit_s=self._parts.longest_turn_s)
             self._roster.round_id = snapshot_id
         try:
             # Asked again: it may have given way to another one while this call waited for its turn.

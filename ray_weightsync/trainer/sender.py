@@ -178,10 +178,9 @@ class SnapshotSender:
             raise ConfigError(f"commit_weights takes what stage_weights returned, not {type(staged).__name__}")
         if staged.session != self._session:
             raise ConfigError(f"these weights were staged in session {staged.session!r}, not in {self._session!r}")
-        # It may have to wait for the round of another sender first.
-        limit_s = self._timeouts.staging_s(staged.num_bytes) + 2 * self._round_s(staged.num_bytes)
         pending = self._link.submit("commit", staged.snapshot, None, False)
-        report: SyncReport = self._link.answer(pending, "commit", round_id=staged.snapshot, limit_s=limit_s)
+        limit_s = self._round_s(staged.num_bytes)  # besides the round of another sender, which it may have to wait for
+        report: SyncReport = self._link.answer(pending, "commit", round_id=staged.snapshot, limit_s=limit_s, turns=1)
         return self._told(report, staged.stage_s)
 
     def close(self) -> None:
@@ -202,8 +201,8 @@ class SnapshotSender:
         weights = as_source(source) if live is None else live.source(source)
         plan = self._plan(weights)
         node_id = ray.get_runtime_context().get_node_id()
-        # It may have to wait for the round of another sender first.
-        limit_s = 2 * (self._timeouts.staging_s(plan.num_bytes) + self._round_s(plan.num_bytes))
+        # Besides the round of another sender, which it may have to wait for.
+        limit_s = self._timeouts.staging_s(plan.num_bytes) + self._round_s(plan.num_bytes)
         offer = None if live is None else live.offer
         ticket = None if plan.digest not in self._sent_plans else self._ticket(version, plan, None, node_id, busy, offer, way, limit_s)
         if ticket is None:  # the coordinator does not know this plan, forgot it among others, or is a successor
@@ -219,7 +218,7 @@ class SnapshotSender:
         snapshot = uuid.uuid4().hex
         pending = self._link.submit("open_snapshot", snapshot, version, plan.digest, wire, node_id, busy, self._me, offer, way)
         try:
-            ticket: Ticket | None = self._link.wait(pending, "open_snapshot", limit_s=limit_s)
+            ticket: Ticket | None = self._link.wait(pending, "open_snapshot", limit_s=limit_s, turns=1)
         except CoordinatorLost as lost:
             logger.warning("the coordinator of %s died when a round was opened; its successor is asked (%s)", self._session, lost)
             # Under another id: one that only seemed to be gone is not to give this one its turn later.
