@@ -137,8 +137,7 @@ class _CoordinatorActor:
     async def _ask_to_hand_over(self, session: str, identities: tuple[str, ...], limit_s: float) -> None:
         try:
             other: Any = await in_daemon_thread(lambda: find_coordinator(session))
-            limit_s = max(limit_s, await asyncio.wait_for(other.longest_turn_s.remote(), limit_s))  # its weights may be larger than ours
-            self._coordinator.waits_for_turn(limit_s)
+            self._coordinator.waits_for_turn(limit_s := max(limit_s, await asyncio.wait_for(other.longest_turn_s.remote(), limit_s)))
             await asyncio.wait_for(other.hand_over.remote(identities, self._name, limit_s), limit_s + self._settings.timeouts.status_s)
         except TimeoutError as error:
             raise SessionConflict(
