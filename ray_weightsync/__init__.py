@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ray_weightsync.report import FleetStatus, ReplicaReport, ReplicaStatus, SyncReport
     from ray_weightsync.session import WeightSync
     from ray_weightsync.trainer.mixin import TrainerMixin
-    from ray_weightsync.trainer.sender import StagedWeights
+    from ray_weightsync.trainer.staged import StagedWeights
     from ray_weightsync.trainer.weight_sender import WeightSender
     from ray_weightsync.view import FleetView
     from ray_weightsync.weights.digest import weights_digest
@@ -71,7 +71,7 @@ _MODULES = {
     "report": ("FleetStatus", "ReplicaReport", "ReplicaStatus", "SyncReport"),
     "session": ("WeightSync",),
     "trainer.mixin": ("TrainerMixin",),
-    "trainer.sender": ("StagedWeights",),
+    "trainer.staged": ("StagedWeights",),
     "trainer.weight_sender": ("WeightSender",),
     "view": ("FleetView",),
     "weights.digest": ("weights_digest",),

@@ -59,7 +59,9 @@ def is_tombstone(label: str | None) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeouts:
-    """One deadline a phase, in seconds. `stage_s`, `update_s`, `finish_s` and `heal_s` grow with the bytes moved.
+    """One deadline a phase, in seconds. `stage_s`, `update_s` and `finish_s` grow with the bytes moved.
+
+    `heal_s` is what a new engine may take to start.
 
     Raises:
         ConfigError: if a field is not a positive, finite number.
@@ -89,7 +91,7 @@ class Timeouts:
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
                 raise ConfigError(f"Timeouts.{each.name} must be a positive number, not {value!r}")
 
-    def for_bytes(self, phase: Literal["stage", "update", "finish", "heal"], num_bytes: int) -> float:
+    def for_bytes(self, phase: Literal["stage", "update", "finish"], num_bytes: int) -> float:
         """The deadline of ``phase`` in seconds when it moves ``num_bytes``: the fixed part plus bytes over the slowest rate allowed."""
         return float(getattr(self, f"{phase}_s")) + num_bytes / self.min_rate_bytes_per_s
 
@@ -99,10 +101,15 @@ class Timeouts:
 
     def round_s(self, num_bytes: int) -> float:
         """The longest that the rest of a round may take when every phase uses up its deadline, in seconds."""
-        moving = self.for_bytes("update", num_bytes) + self.for_bytes("finish", num_bytes)
         looking = 2 * (6 * self.preflight_s + self.finish_s)  # beside the packing, and before the pause
         crossing = 3 * self.for_bytes("stage", num_bytes)  # to other nodes: a slot there beside either look, and the bytes
-        return looking + crossing + self.pause_s + self.start_s + moving + self.attest_s + 8 * self.commit_s + 6 * self.resume_s
+        pausing = 2 * self.preflight_s + self.pause_s
+        applying = 2 * self.apply_s(num_bytes)  # the turn of a synchronous LLM may wait as long for the requests before it
+        return looking + crossing + pausing + applying + 8 * self.commit_s + 6 * self.resume_s
+
+    def apply_s(self, num_bytes: int) -> float:
+        """The longest that one engine may take from *start* to its outcome when every call uses up its deadline, in seconds."""
+        return self.start_s + self.for_bytes("update", num_bytes) + self.for_bytes("finish", num_bytes) + self.attest_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +118,8 @@ class FailurePolicy:
 
     Attributes:
         after_start: ``"quarantine"`` fences what failed and lets the others commit; ``"all_or_none"`` brings every touched replica back to
-            the version committed before. Of the first round nothing can be taken back: there it fences.
+            the version committed before. Of the first round nothing can be taken back: there it fences. It refuses engines that nobody
+            could keep from serving before the others are attested: a synchronous ``LLM``, and those on vLLM's own backends.
         min_serving: With at least this many replicas serving the new version, lost ones are reported and not raised. None raises always.
         release_requests: Abort requests frozen on a fenced replica, so that no client waits for ever.
         auto_heal: Between rounds, bring fenced replicas back from the committed snapshot, and give up those that are gone.

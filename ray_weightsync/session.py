@@ -7,7 +7,6 @@ and the engines it spawned itself. Engines it attached to are left running.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,6 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayError
 
 from ray_weightsync.config import (
     AdoptPolicy,
@@ -28,7 +26,7 @@ from ray_weightsync.config import (
     Transport,
 )
 from ray_weightsync.engines.ref import EngineLike, as_refs
-from ray_weightsync.errors import ConfigError, WeightSyncError
+from ray_weightsync.errors import ConfigError
 from ray_weightsync.fleet.actor import session_name, start_coordinator
 from ray_weightsync.fleet.keyring import Keys, by_reference
 from ray_weightsync.fleet.link import CoordinatorLink
@@ -41,7 +39,8 @@ from ray_weightsync.report import FleetStatus, ReplicaStatus, SyncReport
 from ray_weightsync.session_life import FleetLife
 from ray_weightsync.session_options import EngineSpec, attach_s, given, require_ray, require_trainers, settings_of
 from ray_weightsync.trainer.driving import through_trainer
-from ray_weightsync.trainer.sender import SnapshotSender, StagedWeights
+from ray_weightsync.trainer.sender import SnapshotSender
+from ray_weightsync.trainer.staged import StagedWeights
 from ray_weightsync.view import FleetView
 from ray_weightsync.weights.sources import SourceLike
 
@@ -154,8 +153,8 @@ class WeightSync(FleetLife):
         )
         session._keys = keys
         try:
-            limit_s = attach_s(settings.timeouts, take_over=take_over)
-            status: FleetStatus = session._link.ask("attach", refs, take_over, keys, limit_s=limit_s)
+            limit_s, turns = attach_s(settings.timeouts), int(take_over)
+            status: FleetStatus = session._link.ask("attach", refs, take_over, keys, limit_s=limit_s, turns=turns)
         except BaseException:
             session.close()
             raise
@@ -259,9 +258,8 @@ class WeightSync(FleetLife):
         timeouts = self._settings.timeouts
 
         def refuse(report: SyncReport, said: dict[str, str]) -> SyncReport:
-            waiting_s = timeouts.staging_s(report.num_bytes) + timeouts.round_s(report.num_bytes)  # for another sender's round
-            limit_s = waiting_s + 2 * timeouts.resume_s + timeouts.status_s
-            amended: SyncReport = self._link.ask("refuse", report, said, limit_s=limit_s)
+            limit_s = 2 * timeouts.resume_s + timeouts.status_s  # and another sender's round
+            amended: SyncReport = self._link.ask("refuse", report, said, limit_s=limit_s, turns=1)
             return amended
 
         return probed(act, probe, self._targets, refuse=refuse, limit_s=timeouts.attest_s)
@@ -276,7 +274,7 @@ class WeightSync(FleetLife):
         self._require_open()
         if source is not None:
             raise ConfigError("this session sends what its trainer actor's weight_source() returns; do not pass a source")
-        return through_trainer(self._trainers[0], what, self.name, self.coordinator, self._settings, version, busy)
+        return through_trainer(self._trainers[0], what, self._link, self._settings, version, busy)
 
     # --- looking ------------------------------------------------------------------------------------------------------------
 
@@ -298,7 +296,10 @@ class WeightSync(FleetLife):
     # --- ends ---------------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the session and free what it owns. Engines that were attached go on with the weights they have. Idempotent."""
+        """End the session and free what it owns. Engines that were attached go on with the weights they have. Idempotent.
+
+        A round in progress is waited for, as long as it may take.
+        """
         if self._closed:
             return
         self._closed = True
@@ -311,12 +312,8 @@ class WeightSync(FleetLife):
         try:
             for trainer in self._trainers:
                 trainer.rws_close.remote(self.name)
-            self._link.ask("close", limit_s=timeouts.round_s(0) + timeouts.commit_s + 2 * timeouts.resume_s)
-        except (WeightSyncError, RayError) as error:
-            logger.warning("the coordinator of %s did not close cleanly (its stores' janitors free shared memory): %s", self.name, error)
+            self._link.end(limit_s=timeouts.commit_s + 2 * timeouts.resume_s)
         finally:
-            with contextlib.suppress(RayError):  # it is gone already
-                ray.kill(self.coordinator)
             self._replacer.close()
 
     def _require_open(self) -> None:

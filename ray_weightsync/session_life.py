@@ -54,10 +54,10 @@ class FleetLife:
             FleetTorn: no replica serves, afterwards or as before.
         """
         self._require_open()
-        round_id, limit_s = uuid.uuid4().hex, self._turn_s()
+        round_id, limit_s = uuid.uuid4().hex, self._settings.timeouts.connect_s
         self._link.reach()
         asked = self._link.submit("heal", round_id, [_id_of(replica) for replica in replicas])
-        report: SyncReport = self._link.answer(asked, "heal", round_id=round_id, limit_s=limit_s)
+        report: SyncReport = self._link.answer(asked, "heal", round_id=round_id, limit_s=limit_s, turns=2)
         return report
 
     # --- who is in the fleet ------------------------------------------------------------------------------------------------
@@ -127,8 +127,7 @@ class FleetLife:
 
     def _replace(self, replica: str, engine: EngineLike, *, limit_s: float) -> str:
         (ref,) = as_refs([engine], taken={each.id for each in self.status().replicas})
-        asked_s = self._turn_s() + self._join_s(limit_s)
-        new: str = self._link.ask("replace", replica, ref, self._kept([ref]), limit_s, limit_s=asked_s)
+        new: str = self._link.ask("replace", replica, ref, self._kept([ref]), limit_s, limit_s=self._join_s(limit_s), turns=1)
         self._targets[new] = ref.target
         self._targets.pop(replica, None)
         return new
@@ -150,7 +149,7 @@ class FleetLife:
         if drain_s is not None:
             _require_seconds("drain_s", drain_s)
         old = _id_of(replica)
-        self._link.ask("remove", old, drain_s, limit_s=self._turn_s() + (drain_s or 0.0))
+        self._link.ask("remove", old, drain_s, limit_s=self._settings.timeouts.connect_s + (drain_s or 0.0), turns=1)
         self._targets.pop(old, None)
         self._replacer.end_retired(old)
 
@@ -204,7 +203,7 @@ class FleetLife:
         """
         self._require_open()
         require_choice("level", level, (1, 2))
-        self._link.ask("sleep", level, limit_s=self._turn_s())
+        self._link.ask("sleep", level, limit_s=self._settings.timeouts.connect_s, turns=2)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Wake all engines that sleep up, when no round is in progress. One that is fully awake runs, unless it is fenced.
@@ -220,7 +219,7 @@ class FleetLife:
             raise ConfigError(f"tags must be a list such as ['weights'], not {tags!r}")
         for tag in tags or ():
             require_choice("tags", tag, ("weights", "kv_cache"))
-        self._link.ask("wake_up", None if tags is None else list(tags), limit_s=self._turn_s())
+        self._link.ask("wake_up", None if tags is None else list(tags), limit_s=self._settings.timeouts.connect_s, turns=2)
 
     # --- hearing of changes -------------------------------------------------------------------------------------------------
 
@@ -238,11 +237,6 @@ class FleetLife:
         return self._follower.subscribe(callback)
 
     # --- deadlines ----------------------------------------------------------------------------------------------------------
-
-    def _turn_s(self) -> float:
-        """Seconds for what may have to wait for a round of somebody else's, of weights whose size is not known here, and then runs one."""
-        timeouts = self._settings.timeouts
-        return timeouts.staging_s(0) + 2 * timeouts.round_s(0) + timeouts.heal_s
 
     def _join_s(self, limit_s: float) -> float:
         timeouts = self._settings.timeouts

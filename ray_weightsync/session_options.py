@@ -69,9 +69,9 @@ def settings_of(
     )
 
 
-def attach_s(timeouts: Timeouts, *, take_over: bool) -> float:
-    """The longest that attaching may take: starting, resolving, claiming, and waiting for another session's round."""
-    return timeouts.connect_s + 4 * timeouts.attach_s + timeouts.preflight_s + (timeouts.round_s(0) if take_over else 0.0)
+def attach_s(timeouts: Timeouts) -> float:
+    """The longest that attaching may take: starting, resolving, claiming; without another session's round."""
+    return timeouts.connect_s + 4 * timeouts.attach_s + timeouts.preflight_s
 
 
 def require_trainers(trainers: object) -> None:

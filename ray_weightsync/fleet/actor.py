@@ -137,6 +137,7 @@ class _CoordinatorActor:
     async def _ask_to_hand_over(self, session: str, identities: tuple[str, ...], limit_s: float) -> None:
         try:
             other: Any = await in_daemon_thread(lambda: find_coordinator(session))
+            self._coordinator.waits_for_turn(limit_s := max(limit_s, await asyncio.wait_for(other.longest_turn_s.remote(), limit_s)))
             await asyncio.wait_for(other.hand_over.remote(identities, self._name, limit_s), limit_s + self._settings.timeouts.status_s)
         except TimeoutError as error:
             raise SessionConflict(
@@ -196,7 +197,7 @@ class _CoordinatorActor:
         await (await self._ready()).rounds.live.call(snapshot_id, verb, payload)
 
     async def abandon(self, snapshot_id: str, why: str) -> None:
-        await (await self._ready()).rounds.abandon(snapshot_id, why)
+        (await self._ready()).rounds.give_up(snapshot_id, why)
 
     async def commit(self, snapshot_id: str, sealed: Sealed | None, holds_turn: bool) -> SyncReport:
         return await (await self._ready()).rounds.commit(snapshot_id, sealed=sealed, holds_turn=holds_turn)
@@ -209,6 +210,9 @@ class _CoordinatorActor:
 
     async def watch(self, sequence: int, limit_s: float) -> FleetStatus:
         return await self._coordinator.watch(sequence, limit_s=limit_s)
+
+    async def longest_turn_s(self) -> float:
+        return self._coordinator.longest_turn_s
 
     async def settings(self) -> Settings:
         return self._settings

@@ -70,7 +70,7 @@ class Bring:
         members = [Member.found(replica) for replica in self.replicas]
         timeouts = self.spec.timeouts
         self.on_phase("pause")
-        await self._each(members, self._pause_and_mark, "pause", timeouts.pause_s + timeouts.commit_s)
+        await self._each(members, self._pause_and_mark, "pause", 2 * timeouts.preflight_s + timeouts.pause_s + timeouts.commit_s)
         members = await self._without_the_fenced(members)
         updates: Mapping[str, dict[str, Any]] = {}
         culprits = {member.replica.id: member.failed for member in members if member.failed} or await self._unsealed()
@@ -89,7 +89,8 @@ class Bring:
         for member in members:
             member.replica.happen(ReplicaEvent.START)  # from here on only a complete, attested update makes it whole
         apply = partial(self._apply, updates=updates)
-        limit_s = self.spec.apply_limit_s + 2 * timeouts.resume_s + (self.relay.limit_s if self.relay is not None else 0.0)
+        limit_s = self.spec.apply_limit_s + 3 * timeouts.commit_s + 2 * timeouts.resume_s
+        limit_s += self.relay.limit_s if self.relay is not None else 0.0
         await self._each(members, apply, "update", limit_s, fence_who_fails=True)
 
         failed = {member.replica.id: member.failed for member in members if member.failed}
@@ -113,10 +114,8 @@ class Bring:
             # Success is the return of the call; clear_cache=False, since an aborted round must not cost anyone a cache.
             calls.append(Call("pause", timeouts.pause_s, PAUSE, kwargs={"mode": mode, "clear_cache": False}))
             member.pause_asked_at = time.monotonic()
-        if channel.supports(SET_VERSION) and not self._in_one_turn(member):
+        if channel.supports(SET_VERSION) and not _in_one_turn(member):
             calls.append(Call("mark", timeouts.commit_s, SET_VERSION, (self.spec.tombstone,)))
-        if self._is_sync(member):
-            calls = self._after_requests(calls)
         marks = any(call.phase == "mark" for call in calls)
         try:
             member.found_again(await self._chain(member, "pause", calls))
@@ -192,10 +191,10 @@ class Bring:
             Call("update", timeouts.for_bytes("update", num_bytes), UPDATE, (update,)),
             Call("finish", timeouts.for_bytes("finish", num_bytes), FINISH),
         ]
-        if self._in_one_turn(member):
+        if _in_one_turn(member):
             await self._apply_in_one_turn(member, [*calls, await self._outcome()])
         elif self.spec.overlap:
-            await self._chain(member, "update", self._after_requests(calls) if self._is_sync(member) else calls)
+            await self._chain(member, "update", calls)
             await self._chain(member, "outcome", [await self._outcome()])
         else:
             calls.append(await self._outcome())
@@ -218,29 +217,15 @@ class Bring:
         }
         return Call("outcome", limit_s, INIT, (info,))
 
-    def _in_one_turn(self, member: Member) -> bool:
-        """A synchronous LLM has no pause: what must not be interleaved with a request has to be one call of its actor.
-
-        In a live round that ends with *finish*: what the outcome is to be is known only when all have received. Requests that come in
-        between run under the tombstone.
-        """
-        return self._is_sync(member) and not self.spec.live
-
-    def _is_sync(self, member: Member) -> bool:
-        return bool(member.replica.engine.facts.kind == "sync")
-
-    def _after_requests(self, calls: list[Call]) -> list[Call]:
-        """Before its first call the turn of a synchronous LLM waits for requests: how long is for the deadline of all of it to say."""
-        return [replace(call, limit_s=self.spec.apply_limit_s) if call is calls[0] else call for call in calls]
-
     async def _apply_in_one_turn(self, member: Member, calls: list[Call]) -> None:
         """All of it in one turn of the actor, label and cache included: the next turn is a request's already.
 
-        So this replica does not wait for the others to attest; under ``after_start="quarantine"`` they could not change its end.
+        So this replica does not wait for the others to attest; under ``after_start="quarantine"`` they could not change its end, and under
+        ``"all_or_none"`` it is not attached. Before its first call the turn waits for requests, as long as all of it may take.
         """
         if member.replica.engine.channel.supports(SET_VERSION):
             calls.insert(0, Call("mark", self.spec.timeouts.commit_s, SET_VERSION, (self.spec.tombstone,)))
-        calls = self._after_requests([*calls, *publication(self.spec, member.replica)])
+        calls = [replace(calls[0], limit_s=self.spec.apply_limit_s), *calls[1:], *publication(self.spec, member.replica)]
         require_dropped(self.spec, member, await self._chain(member, "update", calls))
         member.published = True
 
@@ -307,3 +292,8 @@ class Bring:
                 await fail(member, StepFailed(what, outcomes.failures[name], limit_s))
             elif name in outcomes.errors:
                 raise outcomes.errors[name]  # a bug of ours: the coordinator fences every member
+
+
+def _in_one_turn(member: Member) -> bool:
+    """A synchronous LLM has no pause: what must not be interleaved with a request has to be one call of its actor."""
+    return bool(member.replica.engine.facts.kind == "sync")

@@ -9,6 +9,7 @@ from ray_weightsync.fleet.live import Live
 from ray_weightsync.fleet.topology import Group
 
 if TYPE_CHECKING:
+    from ray_weightsync.engines.facts import EngineFacts
     from ray_weightsync.fleet.replica import Replica
     from ray_weightsync.transports.collective.rendezvous import Meeting
 
@@ -31,6 +32,15 @@ class Broadcast(Live[Group]):
     def probe(self) -> dict[str, Any]:
         """Where the sender is to be met."""
         return self.meeting.probe()
+
+    def refusal(self, facts: EngineFacts) -> str | None:
+        """A synchronous LLM receives when it has done the requests before; the sender and the others would have given up by then."""
+        if facts.kind == "sync":
+            return (
+                "it is a synchronous LLM, which has no pause: all others would wait for its requests in the middle of the broadcast; "
+                "hold an AsyncLLM in the actor, or choose transport='host', which makes all calls of an update in one turn"
+            )
+        return None
 
     def _invite(self, group: Group, replicas: Sequence[Replica], common: Mapping[str, Any]) -> tuple[Group, dict[str, dict[str, Any]]]:
         rendezvous = self.meeting.of(group.world_size)

@@ -152,7 +152,7 @@ def _guarded(sender: SenderFacts, members: Sequence[MemberFacts], all_or_none: b
         return Choice(Host(), why_not)
     sharing = [member for member in members if sender.device in member.devices]
     if not sharing:
-        why_not = _no_group(members) or _no_nccl(sender, members)
+        why_not = _sync(members) or _no_group(members) or _no_nccl(sender, members)
         if why_not is not None:
             return Choice(Host(), why_not)
         # What auto promises does not change from round to round: who is lost comes back from what is kept.
@@ -202,6 +202,11 @@ def _no_stock_nccl(sender: SenderFacts, members: Sequence[MemberFacts]) -> str |
     if turns := [member for member in members if member.kind not in ("async", "http")]:
         return f"{_names(turns)} cannot be called while an update is open (a {turns[0].kind} engine): hold an AsyncLLM, or a server"
     return _no_group(members)
+
+
+def _sync(members: Sequence[MemberFacts]) -> str | None:
+    sync = [member for member in members if member.kind == "sync"]
+    return f"{_names(sync)} hold a synchronous LLM, for whose requests nobody can wait while bytes go to the others" if sync else None
 
 
 def _not_on_gpus(members: Sequence[MemberFacts]) -> str | None:

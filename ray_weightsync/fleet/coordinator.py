@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 
-from ray_weightsync.config import tombstone
 from ray_weightsync.engines.resolve import resolve
 from ray_weightsync.errors import AttachError, WeightSyncError
 from ray_weightsync.fleet import takeover
@@ -22,7 +21,6 @@ from ray_weightsync.fleet.health import Health, IsGone, actor_is_gone
 from ray_weightsync.fleet.journal import Record
 from ray_weightsync.fleet.membership import Membership
 from ray_weightsync.fleet.parts import Parts
-from ray_weightsync.fleet.preflight import look
 from ray_weightsync.fleet.probes import refuse
 from ray_weightsync.fleet.reaching import Reach
 from ray_weightsync.fleet.recovery import Recovery
@@ -35,7 +33,7 @@ from ray_weightsync.fleet.stock import require_servable
 from ray_weightsync.fleet.stores import Stores
 from ray_weightsync.fleet.values import Settings, Way
 from ray_weightsync.fleet.way import way_of
-from ray_weightsync.protocol.channel import FINISH, PAUSE, SET_VERSION, SHUTDOWN
+from ray_weightsync.protocol.channel import SHUTDOWN
 from ray_weightsync.report import FleetStatus, SyncReport
 
 logger = logging.getLogger(__name__)
@@ -86,6 +84,8 @@ class Coordinator:
         self.health = Health(self._parts, self.repair, is_gone=is_gone)
         self._recovery = Recovery(self._parts, predecessor, reach)
         self._recovering: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
+        self._others_turn_s = 0.0
 
     # --- a life after another -----------------------------------------------------------------------------------------------
 
@@ -138,7 +138,7 @@ class Coordinator:
             RoundAborted, FleetTorn: if no coordinator had begun it.
             WeightSyncError: what its caller would have been told; or that it has not ended in the time that a round may take.
         """
-        began, limit_s = time.monotonic(), self._timeouts.staging_s(0) + self.rounds.longest_s
+        began, limit_s = time.monotonic(), self._parts.longest_turn_s
         while self._parts.turn.holder == round_id:  # the answer was lost, not the coordinator
             if (elapsed_s := time.monotonic() - began) > limit_s:
                 raise WeightSyncError(
@@ -175,15 +175,15 @@ class Coordinator:
                 bring engines like these; or if what a successor of this coordinator would have to know cannot be kept.
         """
         require_servable(replicas, self._parts.settings, phase="attach")
-        # A round of theirs may take as long as one of ours.
         limit_s = self._timeouts.attach_s + (self._timeouts.round_s(0) if hand_over is not None else 0.0)
         waited = await self._parts.claims.claim(replicas, limit_s=limit_s, hand_over=hand_over)
+        self._others_turn_s = 0.0
         try:
             if waited:  # whoever had them may have changed them since they were inspected
                 await takeover.look_again(replicas, self._timeouts)
             for replica in replicas:
                 if any(worker.update_open for worker in replica.engine.facts.workers):
-                    await self._flush(replica, take_over=hand_over is not None)
+                    await takeover.flush(replica, self._timeouts, allowed=hand_over is not None)
         except BaseException:
             await self._parts.claims.release(replicas)
             raise
@@ -200,38 +200,19 @@ class Coordinator:
             ) from error
         return self.status()
 
+    @property
+    def longest_turn_s(self) -> float:
+        """The longest that what is under way here may keep others waiting, in seconds; see `Parts.longest_turn_s`."""
+        settling = self._recovering is not None and not self._recovering.done()
+        return max(self._parts.longest_turn_s, self._others_turn_s) + (self._recovery.limit_s if settling else 0.0)
+
+    def waits_for_turn(self, turn_s: float) -> None:
+        """Engines are handed over when another session's turn ends, which may take this long."""
+        self._others_turn_s = max(self._others_turn_s, turn_s)
+
     async def hand_over(self, identities: Sequence[str], *, to: str, limit_s: float) -> None:
         """Let another session have engines of this one; see `ray_weightsync.fleet.takeover`."""
         await takeover.hand_over(self._parts, identities, to=to, limit_s=limit_s)
-
-    async def _flush(self, replica: Replica, *, take_over: bool) -> None:
-        if not take_over:
-            raise AttachError(
-                f"{replica.id} has a weight update open that another client started; it was left as found.",
-                phase="attach",
-                replicas=(replica.id,),
-                hint="end it there, or attach(..., take_over=True), which flushes it; the engine is then fenced until the next round",
-            )
-        channel = replica.engine.channel
-        try:
-            # Half-updated weights may be in there: marked and paused before the flush makes them look whole.
-            if channel.supports(SET_VERSION):
-                await asyncio.wait_for(channel.call(SET_VERSION, tombstone("flushed")), self._timeouts.commit_s)
-            if channel.supports(PAUSE):
-                await asyncio.wait_for(channel.call(PAUSE, mode="keep", clear_cache=False), self._timeouts.pause_s)
-            await asyncio.wait_for(channel.call(FINISH), self._timeouts.finish_s)
-            await look(replica, timeouts=self._timeouts, timeline=Timeline())
-        except Exception as error:
-            raise AttachError(
-                f"{replica.id}: the weight update that another client left open could not be flushed.",
-                phase="attach",
-                replicas=(replica.id,),
-                limit_s=self._timeouts.finish_s,
-                engine_message=str(error),
-                log_hint=replica.log_hint,
-                hint="restart the engine",
-            ) from error
-        replica.fenced_by_us = True
 
     def choose_transport(self, sender: SenderFacts) -> Way:
         """How the next round is to go; see `ray_weightsync.fleet.way`. Asks no engine."""
@@ -278,13 +259,19 @@ class Coordinator:
         """Free what is shared. Engines are left as they are: whole ones serve, fenced ones stay fenced.
 
         A round in progress is waited for, one that is only being staged is given up, and what is owed to engines is undone first.
+        Idempotent: it is done once, and whoever asks again is told the same.
         """
+        if self._closing is None:
+            self._closing = asyncio.get_running_loop().create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
         parts = self._parts
         staging = parts.staging.get(parts.turn.holder or "")
         if staging is not None and not staging.committing:
             await self.rounds.abandon(staging.id, "the session was closed")
         try:
-            await parts.turn.take("close", busy="wait", limit_s=self.rounds.longest_s)
+            await parts.turn.take("close", busy="wait", limit_s=parts.longest_turn_s)
             owed = [call for replica in self._roster.replicas.values() for call in replica.unanswered]
             if owed:
                 await asyncio.wait(owed, timeout=self._timeouts.resume_s)

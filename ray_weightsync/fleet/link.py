@@ -5,6 +5,7 @@ What may be asked twice is asked again. A round is not: its successor is asked h
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -12,7 +13,7 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from ray_weightsync.config import Timeouts
 from ray_weightsync.errors import AttachError, WeightSyncError
@@ -52,10 +53,25 @@ class CoordinatorLink:
     def handle(self, found: ActorHandle[Any]) -> None:
         self._handle = found
 
-    def ask(self, method: str, *args: Any, limit_s: float) -> Any:
+    def longest_turn_s(self) -> float:
+        """How long the coordinator's present turn may take, in seconds: it knows the weights that are on their way, and what they allow.
+
+        Raises:
+            WeightSyncError: as of `ask`.
+        """
+        limit_s: float = self.ask("longest_turn_s", limit_s=self._timeouts.connect_s)
+        return limit_s
+
+    def ask(self, method: str, *args: Any, limit_s: float, turns: int = 0) -> Any:
         """Call the coordinator and return its answer, raising its own errors as they are. For what may be asked twice.
 
         Where a successor has to be waited for, that may take ``Timeouts.connect_s`` more.
+
+        Args:
+            method: What is asked.
+            args: With what.
+            limit_s: Seconds that it may take, besides ``turns``.
+            turns: Turns of the coordinator that it may have to wait for, or takes; see `longest_turn_s`.
 
         Raises:
             WeightSyncError: what the coordinator raised; or that it is gone, or did not answer in time.
@@ -64,7 +80,7 @@ class CoordinatorLink:
         while True:
             ref = self.submit(method, *args)
             try:
-                return self.wait(ref, method, limit_s=limit_s - (time.monotonic() - began), of_s=limit_s)
+                return self.wait(ref, method, limit_s=limit_s - (time.monotonic() - began), of_s=limit_s, turns=turns)
             except CoordinatorLost as lost:
                 if not extended:
                     extended, limit_s = True, limit_s + self._timeouts.connect_s
@@ -78,30 +94,60 @@ class CoordinatorLink:
         """
         self.ask("settings", limit_s=self._timeouts.connect_s)
 
+    def end(self, *, limit_s: float) -> None:
+        """Close the session and end its coordinator, after the round that it may be at: killed in its middle, it left engines paused.
+
+        Args:
+            limit_s: Seconds that it may take besides that round.
+        """
+        try:
+            self.ask("close", limit_s=limit_s, turns=1)
+        except (WeightSyncError, RayError) as error:
+            logger.warning("the coordinator of %s did not close cleanly (its stores' janitors free shared memory): %s", self.name, error)
+        # Not when interrupted: it goes on with what it is at, and ends with its owner.
+        with contextlib.suppress(RayError):  # it is gone already
+            ray.kill(self._handle)
+
     def submit(self, method: str, *args: Any) -> Any:
         """Call the coordinator; what is returned is for `wait` or `answer`."""
         return getattr(self._handle, method).remote(*args)
 
-    def answer(self, ref: Any, method: str, *, round_id: str, limit_s: float) -> Any:
+    def answer(self, ref: Any, method: str, *, round_id: str, limit_s: float, turns: int = 0) -> Any:
         """Wait for what a round's call comes to; if the coordinator died meanwhile, for what its successor made of the round.
+
+        Limits as of `ask`.
 
         Raises:
             WeightSyncError: how the round ended; or that no coordinator answers.
         """
         try:
-            return self.wait(ref, method, limit_s=limit_s)
+            return self.wait(ref, method, limit_s=limit_s, turns=turns)
         except CoordinatorLost as lost:
             logger.warning("the coordinator of %s died during %s; its successor is asked what became of it (%s)", self.name, method, lost)
         # It settles every replica first, each call with the deadline that it has in a round.
-        return self.ask("settled", round_id, limit_s=2 * limit_s + self._timeouts.attach_s)
+        return self.ask("settled", round_id, limit_s=2 * limit_s + self._timeouts.attach_s, turns=turns)
 
-    def wait(self, ref: Any, method: str, *, limit_s: float, of_s: float | None = None) -> Any:
-        """The answer to one call.
+    def wait(self, ref: Any, method: str, *, limit_s: float, of_s: float | None = None, turns: int = 0) -> Any:
+        """The answer to one call. Limits as of `ask`.
 
         Raises:
             CoordinatorLost: if the coordinator died.
-            WeightSyncError: what it raised, or that it did not answer within ``limit_s`` seconds.
+            WeightSyncError: what it raised, or that it did not answer in time.
         """
+        began, of_s, turns_s = time.monotonic(), limit_s if of_s is None else of_s, 0.0
+        while True:
+            try:
+                return self._get(ref, limit_s + turns_s - (time.monotonic() - began))
+            except GetTimeoutError as error:
+                if isinstance(error, RayTaskError):  # one that the coordinator raised
+                    raise
+                # Asked only now: the turn that has to be waited for may have begun after the call.
+                longer_s = turns * self.longest_turn_s() if turns else 0.0
+                if longer_s <= turns_s:
+                    raise self._silent(method, of_s + turns_s) from error
+                turns_s = longer_s
+
+    def _get(self, ref: Any, limit_s: float) -> Any:
         try:
             return ray.get(ref, timeout=max(0.0, limit_s))
         except RayTaskError as error:
@@ -109,8 +155,6 @@ class CoordinatorLink:
             if isinstance(cause, WeightSyncError):
                 raise cause from None
             raise
-        except GetTimeoutError as error:
-            raise self._silent(method, of_s if of_s is not None else limit_s) from error
         except RayActorError as error:
             lines = [line for line in str(error).splitlines() if line.strip()]  # an error in its constructor is told last
             raise CoordinatorLost(" ... ".join(dict.fromkeys((lines[0], lines[-1])))) from error

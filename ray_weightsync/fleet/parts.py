@@ -48,10 +48,10 @@ class Parts:
     def timeouts(self) -> Timeouts:
         return self.settings.timeouts
 
-    def longest_turn_s(self, num_bytes: int = 0) -> float:
-        """The longest that somebody else may keep the turn, in seconds: with what is committed, or as many bytes."""
-        if (committed := self.staging.committed) is not None:
-            num_bytes = max(num_bytes, committed.plan.num_bytes)
+    @property
+    def longest_turn_s(self) -> float:
+        """The longest that whoever has the turn may keep it, in seconds: grows with the weights that are here or on their way."""
+        num_bytes = self.staging.num_bytes
         return self.timeouts.staging_s(num_bytes) + self.timeouts.round_s(num_bytes)
 
     def end_turn(self, holder: str) -> None:

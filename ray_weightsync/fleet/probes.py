@@ -35,7 +35,7 @@ async def refuse(parts: Parts, report: SyncReport, complaints: Mapping[str, str]
         replica.doubted = True
     parts.roster.changed()
     try:
-        await parts.turn.take(holder, busy="wait", limit_s=parts.longest_turn_s(report.num_bytes))
+        await parts.turn.take(holder, busy="wait", limit_s=parts.longest_turn_s)
     except (RoundAborted, FleetTorn) as late:
         return _not_fenced(parts, report, complaints, late)
     try:

@@ -196,7 +196,6 @@ class Recovery:
             num_bytes=snapshot.plan.num_bytes if snapshot is not None else 0,
             all_or_none=False,
             overlap=False,
-            live=False,
             attested=snapshot is None or snapshot.attested,
             pause=settings.pause,
             cache=settings.cache,

@@ -38,11 +38,6 @@ class Repair:
         self._roster = parts.roster
         self._said = ""
 
-    @property
-    def longest_turn_s(self) -> float:
-        """The longest that somebody else may keep the turn, in seconds."""
-        return self._parts.longest_turn_s()
-
     async def turn(self, what: str) -> str:
         """Wait for the turn, for something that is no round; and say who has it.
 
@@ -50,7 +45,7 @@ class Repair:
             RoundAborted, FleetTorn: if a round does not end.
         """
         holder = f"{what}-{uuid.uuid4().hex}"
-        await self._parts.turn.take(holder, busy="wait", limit_s=self.longest_turn_s)
+        await self._parts.turn.take(holder, busy="wait", limit_s=self._parts.longest_turn_s)
         self._roster.changed(what)
         return holder
 
@@ -137,7 +132,7 @@ class Repair:
 
     async def _heal(self, pick: Callable[[], list[Replica]], *, busy: Busy, round_id: str | None = None) -> SyncReport:
         log = RoundLog(round_id or uuid.uuid4().hex)
-        await self._parts.turn.take(log.round_id, busy=busy, limit_s=self.longest_turn_s)
+        await self._parts.turn.take(log.round_id, busy=busy, limit_s=self._parts.longest_turn_s)
         self._roster.round_id = log.round_id
         try:
             await self._parts.staging.settled()

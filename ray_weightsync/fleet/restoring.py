@@ -35,7 +35,6 @@ def spec_of(parts: Parts, snapshot: Snapshot, log: RoundLog, *, overlap: bool) -
         # There is nothing to go back to before the first commit, and a restoration is of each for itself.
         all_or_none=settings.on_failure.after_start == "all_or_none" and parts.staging.committed not in (None, snapshot),
         overlap=overlap,
-        live=snapshot.live is not None,
         attested=snapshot.attested,
         pause=settings.pause,
         cache=settings.cache,

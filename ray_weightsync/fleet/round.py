@@ -44,7 +44,6 @@ class RoundSpec:
         num_bytes: Bytes moved to each replica; deadlines grow with them.
         all_or_none: Nobody is committed unless all are attested.
         overlap: The engines load while the snapshot is still being written, or sent.
-        live: The sender is itself at it: it sends only while all of them receive.
         attested: The workers can attest the bytes, and not only that the update was complete.
     """
 
@@ -54,7 +53,6 @@ class RoundSpec:
     num_bytes: int
     all_or_none: bool
     overlap: bool
-    live: bool
     attested: bool
     pause: PauseMode
     cache: CachePolicy
@@ -68,8 +66,7 @@ class RoundSpec:
     @property
     def apply_limit_s(self) -> float:
         """Seconds from start to outcome when every call uses up its deadline."""
-        moving = self.timeouts.for_bytes("update", self.num_bytes) + self.timeouts.for_bytes("finish", self.num_bytes)
-        return self.timeouts.start_s + moving + self.timeouts.attest_s
+        return self.timeouts.apply_s(self.num_bytes)
 
 
 class NotAll(Exception):

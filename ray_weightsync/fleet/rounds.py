@@ -68,11 +68,6 @@ class Rounds:
         self._plans: dict[str, Plan] = {}
         self._abandoned: deque[str] = deque(maxlen=100)
 
-    @property
-    def longest_s(self) -> float:
-        """The longest that a round of a known plan may take from the seal on, in seconds."""
-        return self._timeouts.round_s(max((plan.num_bytes for plan in self._plans.values()), default=0))
-
     # --- staging ------------------------------------------------------------------------------------------------------------
 
     async def open(
@@ -104,7 +99,8 @@ class Rounds:
         label = version_label(version)
         known = self._plan(plan_digest, plan)
         limit_s = self._timeouts.staging_s(known.num_bytes)
-        await self._parts.turn.take(snapshot_id, busy=busy, limit_s=limit_s + self._timeouts.round_s(known.num_bytes))
+        turn_s = max(limit_s + self._timeouts.round_s(known.num_bytes), self._parts.longest_turn_s)
+        await self._parts.turn.take(snapshot_id, busy=busy, limit_s=turn_s)
         log = RoundLog(snapshot_id)
         try:
             self._parts.claims.require_any(self._roster.replicas.values())
@@ -172,6 +168,10 @@ class Rounds:
             if not keep_turn:
                 self._parts.end_turn(snapshot_id)
 
+    def give_up(self, snapshot_id: str, why: str) -> None:
+        """`abandon` for a sender, who is not to wait for engines: its turn ends, and its slot is freed, when they have answered."""
+        self._parts.spawn(self.abandon(snapshot_id, why))
+
     async def abandon(self, snapshot_id: str, why: str) -> None:
         """The sender gives the snapshot up; nothing is committed. Idempotent."""
         snapshot = self._staging.get(snapshot_id)
@@ -215,7 +215,7 @@ class Rounds:
         """
         snapshot = self._staging.require(snapshot_id)
         if not holds_turn:
-            await self._parts.turn.take(snapshot_id, busy="wait", limit_s=self._timeouts.round_s(snapshot.plan.num_bytes))
+            await self._parts.turn.take(snapshot_id, busy="wait", limit_s=self._parts.longest_turn_s)
             self._roster.round_id = snapshot_id
         try:
             # Asked again: it may have given way to another one while this call waited for its turn.

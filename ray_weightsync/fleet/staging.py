@@ -56,6 +56,12 @@ class Staging:
         """The snapshot, unless it was committed or freed."""
         return self._open.get(snapshot_id)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the largest weights that are committed, staged, or being written."""
+        known = [*self._open.values(), *([self.committed] if self.committed is not None else [])]
+        return max((snapshot.plan.num_bytes for snapshot in known), default=0)
+
     def unsealed(self) -> list[Snapshot]:
         """The snapshots whose writer has not come to the end."""
         return [snapshot for snapshot in self._open.values() if not snapshot.sealed.done() and snapshot.sealing is None]
@@ -214,15 +220,19 @@ class Staging:
         self._open.pop(snapshot.id, None)
         self._end_live(snapshot)
         self.committed = snapshot
-        self._keeping = asyncio.ensure_future(self._keep(snapshot))
+        self._keeping = asyncio.ensure_future(self._keep(snapshot, self._keeping))
 
-    async def _keep(self, snapshot: Snapshot) -> None:
+    async def _keep(self, snapshot: Snapshot, before: asyncio.Future[None] | None) -> None:
         await asyncio.sleep(AFTER_REPLY_S)
+        if before is not None:
+            await asyncio.wait({before})  # the stores keep what they hear of last
         try:
             self._retired, problems = await self.copies.mark_committed(snapshot)
             self._notes.extend(problems)
             if snapshot.kept and not snapshot.copies:
                 self._notes.append(f"the snapshot store did not keep version {snapshot.label}; nothing could be repaired from it")
+            if snapshot is not self.committed:
+                return  # the one after it is about to be told of, and knows which slots and stores are wanted
             if self._ahead is None and snapshot.copies and len(self._open) < self._transport.num_slots - 1:
                 self._ahead = await self.copies.ahead(snapshot.plan, snapshot.copies)
             used = {node_id for each in (snapshot, *self._open.values()) for node_id in (*each.copies, *each.ahead, *each.allotting)}

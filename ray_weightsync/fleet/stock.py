@@ -76,6 +76,13 @@ def refused(replicas: Sequence[Replica], settings: Settings) -> tuple[tuple[str,
     if stock and settings.on_failure.after_start == "all_or_none":
         why = f"after_start='all_or_none' takes engines back to the version before; on vLLM's own backend {', '.join(stock)} cannot be"
         return stock, why, f"FailurePolicy(after_start='quarantine'); or, of each: {OUR_ARGS}"
+    sync = tuple(name for name, each in facts.items() if each.kind == "sync")
+    if sync and settings.on_failure.after_start == "all_or_none":
+        why = (
+            f"after_start='all_or_none' lets nobody serve a version before all are attested; {', '.join(sync)} hold a synchronous LLM, "
+            "which has no pause: its next request runs with the new weights as soon as it has them, whatever becomes of the others"
+        )
+        return sync, why, "hold an AsyncLLM in the actor, or FailurePolicy(after_start='quarantine')"
     return None
 
 

@@ -7,12 +7,13 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from ray_weightsync.config import Timeouts
+from ray_weightsync.config import Timeouts, tombstone
 from ray_weightsync.errors import AttachError, FleetTorn, RoundAborted, SessionConflict
 from ray_weightsync.fleet.parts import Parts
 from ray_weightsync.fleet.preflight import look
 from ray_weightsync.fleet.replica import Replica
 from ray_weightsync.fleet.steps import Timeline
+from ray_weightsync.protocol.channel import FINISH, PAUSE, SET_VERSION
 from ray_weightsync.protocol.fanout import fan_out
 
 
@@ -73,3 +74,38 @@ async def look_again(replicas: Sequence[Replica], timeouts: Timeouts) -> None:
             engine_message="; ".join(f"{name}: {failure.message}" for name, failure in outcomes.failures.items()),
             hint="attach again, or replace that engine",
         )
+
+
+async def flush(replica: Replica, timeouts: Timeouts, *, allowed: bool) -> None:
+    """End a weight update that another client left open; the replica is fenced until the next round.
+
+    Raises:
+        AttachError: if that is not ``allowed``, or cannot be done.
+    """
+    if not allowed:
+        raise AttachError(
+            f"{replica.id} has a weight update open that another client started; it was left as found.",
+            phase="attach",
+            replicas=(replica.id,),
+            hint="end it there, or attach(..., take_over=True), which flushes it; the engine is then fenced until the next round",
+        )
+    channel = replica.engine.channel
+    try:
+        # Half-updated weights may be in there: marked and paused before the flush makes them look whole.
+        if channel.supports(SET_VERSION):
+            await asyncio.wait_for(channel.call(SET_VERSION, tombstone("flushed")), timeouts.commit_s)
+        if channel.supports(PAUSE):
+            await asyncio.wait_for(channel.call(PAUSE, mode="keep", clear_cache=False), timeouts.pause_s)
+        await asyncio.wait_for(channel.call(FINISH), timeouts.finish_s)
+        await look(replica, timeouts=timeouts, timeline=Timeline())
+    except Exception as error:
+        raise AttachError(
+            f"{replica.id}: the weight update that another client left open could not be flushed.",
+            phase="attach",
+            replicas=(replica.id,),
+            limit_s=timeouts.finish_s,
+            engine_message=str(error),
+            log_hint=replica.log_hint,
+            hint="restart the engine",
+        ) from error
+    replica.fenced_by_us = True

@@ -11,6 +11,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayTaskError
 
 from ray_weightsync.errors import WeightSyncError
+from ray_weightsync.fleet.link import CoordinatorLink
 from ray_weightsync.fleet.turns import Busy
 from ray_weightsync.fleet.values import Settings
 
@@ -20,8 +21,7 @@ logger = logging.getLogger(__name__)
 def through_trainer(
     trainer: ActorHandle[Any],
     what: str,
-    session: str,
-    coordinator: ActorHandle[Any],
+    link: CoordinatorLink,
     settings: Settings,
     version: int | str,
     busy: Busy,
@@ -31,14 +31,14 @@ def through_trainer(
     Raises:
         WeightSyncError: how the round ended; or that the trainer is gone, or did not come to it.
     """
-    ref = getattr(trainer, f"rws_{what}_weights").remote(session, coordinator, settings, version, busy)
+    ref = getattr(trainer, f"rws_{what}_weights").remote(link.name, link.handle, settings, version, busy)
     timeouts = settings.timeouts
-    # The trainer may be busy with a step of its own first; gather_s is what it is allowed for that.
-    limit_s = timeouts.gather_s + 2 * (timeouts.staging_s(0) + timeouts.round_s(0))
+    limit_s = timeouts.gather_s  # the trainer may be busy with a step of its own first
     began = time.monotonic()
     while not ray.wait([ref], timeout=timeouts.warn_every_s)[0]:
         waited_s = time.monotonic() - began
-        if waited_s > limit_s:
+        # Its own round, and perhaps another one before it: how large they are, the coordinator knows.
+        if waited_s > limit_s and waited_s > (limit_s := timeouts.gather_s + 2 * link.longest_turn_s()):
             raise WeightSyncError(
                 f"The trainer has not come to {what} version {version}; it may do so yet.",
                 phase=what,

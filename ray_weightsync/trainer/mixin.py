@@ -11,7 +11,8 @@ from ray_weightsync.fleet.link import CoordinatorLink
 from ray_weightsync.fleet.turns import Busy
 from ray_weightsync.fleet.values import Settings
 from ray_weightsync.report import SyncReport
-from ray_weightsync.trainer.sender import SnapshotSender, StagedWeights
+from ray_weightsync.trainer.sender import SnapshotSender
+from ray_weightsync.trainer.staged import StagedWeights
 
 
 class TrainerMixin:
@@ -57,7 +58,11 @@ class TrainerMixin:
 
     def _rws_sender(self, session: str, coordinator: ActorHandle[Any], settings: Settings) -> SnapshotSender:
         senders: dict[str, SnapshotSender] = self.__dict__.setdefault("_rws_senders", {})
+        made_for: dict[str, object] = self.__dict__.setdefault("_rws_made_for", {})
+        # An earlier session of this name, whose driver was killed, never said that it is over.
+        if session in senders and made_for[session] != (coordinator, settings):
+            self.rws_close(session)
         if session not in senders:
             link = CoordinatorLink(session, coordinator, timeouts=settings.timeouts)
-            senders[session] = SnapshotSender(session, link, settings=settings)
+            senders[session], made_for[session] = SnapshotSender(session, link, settings=settings), (coordinator, settings)
         return senders[session]

@@ -16,7 +16,6 @@ import logging
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,7 +23,7 @@ import ray
 import torch
 
 from ray_weightsync.config import Auto, Collective, Host, Native, Transport, version_label
-from ray_weightsync.errors import ConfigError, RoundAborted, WeightSyncError
+from ray_weightsync.errors import ConfigError, WeightSyncError
 from ray_weightsync.fleet.choosing import not_from_gpu
 from ray_weightsync.fleet.cluster import Process
 from ray_weightsync.fleet.link import CoordinatorLink, CoordinatorLost
@@ -33,8 +32,10 @@ from ray_weightsync.fleet.values import Sealed, Settings, Ticket, Way
 from ray_weightsync.report import SyncReport
 from ray_weightsync.trainer.broadcasting import Broadcasting
 from ray_weightsync.trainer.facts import sender_facts
+from ray_weightsync.trainer.giving_up import give_up
 from ray_weightsync.trainer.live import Kept, LiveSending
 from ray_weightsync.trainer.native import EngineMaker, NativeEngines, Relaying, vllm_engine_maker
+from ray_weightsync.trainer.staged import StagedWeights
 from ray_weightsync.trainer.stock_trainer import stock_engine_maker
 from ray_weightsync.transports.host.layout import SlotError
 from ray_weightsync.transports.host.writer import SlotWriter
@@ -44,27 +45,6 @@ from ray_weightsync.weights.plan import Plan
 from ray_weightsync.weights.sources import SourceLike, WeightSource, as_source
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StagedWeights:
-    """A sealed snapshot that no engine has seen yet.
-
-    Attributes:
-        session: Name of the session it belongs to.
-        snapshot: The snapshot's id.
-        version: The version it will be committed under.
-        weights_digest: Digest of its bytes; equals ``weights_digest(source)``.
-        num_bytes: Bytes of weights.
-        stage_s: Seconds the trainer was blocked.
-    """
-
-    session: str
-    snapshot: str
-    version: int | str
-    weights_digest: str
-    num_bytes: int
-    stage_s: float
 
 
 class SnapshotSender:
@@ -198,10 +178,9 @@ class SnapshotSender:
             raise ConfigError(f"commit_weights takes what stage_weights returned, not {type(staged).__name__}")
         if staged.session != self._session:
             raise ConfigError(f"these weights were staged in session {staged.session!r}, not in {self._session!r}")
-        # It may have to wait for the round of another sender first.
-        limit_s = self._timeouts.staging_s(staged.num_bytes) + 2 * self._round_s(staged.num_bytes)
         pending = self._link.submit("commit", staged.snapshot, None, False)
-        report: SyncReport = self._link.answer(pending, "commit", round_id=staged.snapshot, limit_s=limit_s)
+        limit_s = self._round_s(staged.num_bytes)  # besides the round of another sender, which it may have to wait for
+        report: SyncReport = self._link.answer(pending, "commit", round_id=staged.snapshot, limit_s=limit_s, turns=1)
         return self._told(report, staged.stage_s)
 
     def close(self) -> None:
@@ -222,8 +201,8 @@ class SnapshotSender:
         weights = as_source(source) if live is None else live.source(source)
         plan = self._plan(weights)
         node_id = ray.get_runtime_context().get_node_id()
-        # It may have to wait for the round of another sender first.
-        limit_s = 2 * (self._timeouts.staging_s(plan.num_bytes) + self._round_s(plan.num_bytes))
+        # Besides the round of another sender, which it may have to wait for.
+        limit_s = self._timeouts.staging_s(plan.num_bytes) + self._round_s(plan.num_bytes)
         offer = None if live is None else live.offer
         ticket = None if plan.digest not in self._sent_plans else self._ticket(version, plan, None, node_id, busy, offer, way, limit_s)
         if ticket is None:  # the coordinator does not know this plan, forgot it among others, or is a successor
@@ -239,7 +218,7 @@ class SnapshotSender:
         snapshot = uuid.uuid4().hex
         pending = self._link.submit("open_snapshot", snapshot, version, plan.digest, wire, node_id, busy, self._me, offer, way)
         try:
-            ticket: Ticket | None = self._link.wait(pending, "open_snapshot", limit_s=limit_s)
+            ticket: Ticket | None = self._link.wait(pending, "open_snapshot", limit_s=limit_s, turns=1)
         except CoordinatorLost as lost:
             logger.warning("the coordinator of %s died when a round was opened; its successor is asked (%s)", self._session, lost)
             # Under another id: one that only seemed to be gone is not to give this one its turn later.
@@ -267,25 +246,8 @@ class SnapshotSender:
         try:
             packed = self._written(source, plan, ticket, live)
         except BaseException as error:
-            why = f"{type(error).__name__}: {error}"
-            self._link.ask(
-                "abandon",
-                ticket.snapshot,
-                f"the sender could not stage the weights: {why}",
-                limit_s=self._timeouts.connect_s,
-            )
-            if live is not None:
-                live.close()  # whoever still waits to meet this process is told
-            if pending is not None:
-                self._committed(pending, ticket, plan.num_bytes)  # engines were at it already: its error says what holds now
-            if isinstance(error, WeightSyncError) or not isinstance(error, Exception):
-                raise
-            raise RoundAborted(
-                "Nothing changed: no engine was touched. The weights could not be staged.",
-                phase="stage",
-                engine_message=why,
-                hint="mend the source and call again",
-            ) from error
+            committed = None if pending is None else partial(self._committed, pending, ticket, plan.num_bytes)
+            give_up(self._link, ticket.snapshot, error, live=live, committed=committed, limit_s=self._timeouts.connect_s)
         return Sealed(digest=packed.digest, num_bytes=packed.num_bytes, num_tensors=packed.num_tensors, stage_s=time.monotonic() - began)
 
     def _written(self, source: WeightSource, plan: Plan, ticket: Ticket, live: LiveSending | None) -> Packed:

@@ -9,7 +9,8 @@ from ray_weightsync.fleet.link import CoordinatorLink
 from ray_weightsync.fleet.turns import Busy
 from ray_weightsync.fleet.values import Settings
 from ray_weightsync.report import SyncReport
-from ray_weightsync.trainer.sender import SnapshotSender, StagedWeights
+from ray_weightsync.trainer.sender import SnapshotSender
+from ray_weightsync.trainer.staged import StagedWeights
 from ray_weightsync.weights.sources import SourceLike, as_source
 
 

@@ -132,20 +132,16 @@ def test_requests_queued_around_the_update_are_answered_by_whole_weights_under_t
         assert tokens == right[version][number]
 
 
-def test_a_broadcast_is_received_in_one_turn_and_what_is_answered_before_it_is_attested_says_so(
-    own_engine: Any, pairs_a: Pairs, pairs_b: Pairs, fresh_b: dict[int, Tokens]
-) -> None:
+def test_a_broadcast_and_a_round_for_all_or_none_are_refused_and_touch_nothing(own_engine: Any, pairs_a: Pairs) -> None:
+    ref, before = rws.EngineRef(own_engine, attr="llm"), ray.get(own_engine.version.remote(), timeout=CALL_LIMIT_S)
     transport = rws.Collective(bucket_bytes=1 << 18, interface="lo")
-    with rws.WeightSync.attach([rws.EngineRef(own_engine, attr="llm")], transport=transport, on_failure=LEFT_FENCED) as sync:
-        sync.send_weights(pairs_a, version="a")
-        right = {"a": tokens_of(own_engine), "b": fresh_b[1]}
-        with Queue(own_engine) as queue:
-            report = sync.send_weights(pairs_b, version="b")
-        assert (report.transport, report.committed) == ("collective", ("r0",))
-        assert tokens_of(own_engine) == right["b"]
-    for number, (tokens, versions, _) in queue.answers:
-        assert len(versions) == 1, "no request saw the inside of the update"
-        assert versions[0].startswith("!rws:") or tokens == right[versions[0]][number]
+    with rws.WeightSync.attach([ref], transport=transport, on_failure=LEFT_FENCED) as sync:
+        with pytest.raises(rws.RoundAborted, match="synchronous LLM") as caught:
+            sync.send_weights(pairs_a, version="a")
+        assert caught.value.phase == "preflight"
+    with pytest.raises(rws.AttachError, match="synchronous LLM"):
+        rws.WeightSync.attach([ref], transport="host", on_failure=rws.FailurePolicy(after_start="all_or_none"))
+    assert ray.get(own_engine.version.remote(), timeout=CALL_LIMIT_S) == before
 
 
 def test_nothing_of_the_old_weights_is_used_again_not_even_by_a_request_queued_right_behind_the_update(

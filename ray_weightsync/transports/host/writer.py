@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
@@ -33,7 +34,12 @@ Fill = Callable[[torch.Tensor, Callable[[int], None]], Packed]
 
 
 class _MappedSlot:
-    """A slot's file, open and mapped for writing."""
+    """A slot's file, open and mapped for writing.
+
+    Attributes:
+        written: A thread is at it.
+        wanted: It is to be kept when none is.
+    """
 
     def __init__(self, fd: int, address: SlotAddress) -> None:
         mapped = map_file(fd, HEADER_BYTES + address["num_bytes"], private=False)
@@ -41,6 +47,7 @@ class _MappedSlot:
         self.payload = torch.frombuffer(mapped, dtype=torch.uint8)[HEADER_BYTES:]
         self.header = HeaderPage(fd, writable=True)
         self.fd = fd
+        self.written, self.wanted = False, True
 
     def close(self) -> None:
         del self.payload  # unmapped with the last reference: an error's traceback may still hold a view
@@ -49,13 +56,15 @@ class _MappedSlot:
 
 
 class SlotWriter:
-    """Writes snapshots into slots, one at a time. Keeps the maps of slots it knows, as mapping anew costs more than copying.
+    """Writes snapshots into slots. Keeps the maps of slots it knows, as mapping anew costs more than copying.
 
-    A context manager. Not for several threads at once.
+    A context manager. Thread-safe, as a thread that is late may still write to a slot that was taken from it while another one writes to
+    the next: a slot is forgotten, by that or by `close`, only when nobody writes to it any more.
     """
 
     def __init__(self) -> None:
         self._mapped: dict[tuple[str, str], _MappedSlot] = {}
+        self._lock = threading.Lock()
 
     def write(self, address: Mapping[str, Any], plan: Plan, pairs: Iterable[tuple[str, torch.Tensor]], *, progress_bytes: int) -> Packed:
         """Pack ``pairs`` into the slot.
@@ -103,7 +112,6 @@ class SlotWriter:
         at = check_address(address)
         if at["plan"] != plan.digest or at["num_bytes"] != plan.num_bytes:
             raise SlotError(f"slot {at['name']} was opened for plan {at['plan']}, not for {plan.digest} ({plan.num_bytes} bytes)")
-        self._forget_unlinked()
         with self._leased(at) as slot:
             header = slot.header.read()
             header.check_against(at)
@@ -120,9 +128,11 @@ class SlotWriter:
             return fill(slot.payload, progress)
 
     def close(self) -> None:
-        """Unmap everything. Idempotent."""
-        while self._mapped:
-            self._mapped.popitem()[1].close()
+        """Unmap everything; what is being written to, when that has ended. Idempotent."""
+        with self._lock:
+            for slot in self._mapped.values():
+                slot.wanted = False
+            self._forget()
 
     def __enter__(self) -> SlotWriter:
         return self
@@ -133,25 +143,37 @@ class SlotWriter:
     @contextlib.contextmanager
     def _leased(self, address: SlotAddress) -> Iterator[_MappedSlot]:
         key = (address["directory"], address["name"])
-        slot = self._mapped.get(key)
-        if slot is None:
-            fd = open_slot_file(address, writable=True)
-            try:
-                slot = _MappedSlot(fd, address)
-            except BaseException:
-                os.close(fd)
-                raise
-            self._mapped[key] = slot
-        else:
-            lease(slot.fd, address)
+        with self._lock:
+            self._forget()
+            slot = self._mapped.get(key)
+            if slot is not None and slot.written:  # the lease is the open file's: it would not keep the two apart
+                raise SlotError(f"slot {address['name']} is still being written by another thread, which came too late")
+            slot = self._open(slot, key, address)
+            slot.written = True
         try:
             yield slot
         finally:
-            fcntl.flock(slot.fd, fcntl.LOCK_UN)
+            with self._lock:
+                slot.written = False
+                fcntl.flock(slot.fd, fcntl.LOCK_UN)
+                self._forget()
 
-    def _forget_unlinked(self) -> None:
-        # Their names never come back, and a map of ours would keep their memory.
+    def _open(self, slot: _MappedSlot | None, key: tuple[str, str], address: SlotAddress) -> _MappedSlot:
+        if slot is not None:
+            lease(slot.fd, address)
+            return slot
+        fd = open_slot_file(address, writable=True)
+        try:
+            self._mapped[key] = _MappedSlot(fd, address)
+        except BaseException:
+            os.close(fd)
+            raise
+        return self._mapped[key]
+
+    def _forget(self) -> None:
+        """Unmap the slots that nobody writes to, if they are unlinked or not wanted any more."""
         for key, slot in list(self._mapped.items()):
-            if os.fstat(slot.fd).st_nlink == 0:
+            # The names of unlinked ones never come back, and a map of ours would keep their memory.
+            if not slot.written and (not slot.wanted or os.fstat(slot.fd).st_nlink == 0):
                 del self._mapped[key]
                 slot.close()

@@ -314,15 +314,15 @@ class TestSnapshots:
         run(story)
 
 
-def test_a_synchronous_engine_receives_in_one_turn_under_its_mark_and_answers_for_it_in_another() -> None:
+def test_a_synchronous_engine_is_refused_before_anybody_is_paused_as_all_would_wait_for_its_requests() -> None:
     async def story() -> None:
         fleet = fleet_of(2)
-        sync = SyncEngine("r1")
-        fleet.engines[1] = sync
+        fleet.engines[1] = SyncEngine("r1")
         await fleet.attach()
-        sync.turns.clear()
-        assert (await fleet.broadcast(1)).committed == ("r0", "r1")
-        assert sync.turns[-4:] == [["mark"], ["start", "update", "finish"], ["outcome"], ["commit", "count", "cache"]]
-        assert sync.version == "1"
+        with pytest.raises(RoundAborted, match=r"synchronous LLM.*transport='host'") as caught:
+            await fleet.broadcast(1)
+        assert (caught.value.phase, caught.value.replicas) == ("preflight", ("r1",))
+        assert "pause" not in fleet.engines[0].calls
+        assert {engine.version for engine in fleet.engines} == {"v0"}
 
     run(story)

@@ -11,6 +11,7 @@ from ray_weightsync.config import FailurePolicy
 from ray_weightsync.engines.ref import EngineRef
 from ray_weightsync.engines.resolve import Engine
 from ray_weightsync.errors import AttachError, ConfigError, ReplicasLost, RoundAborted, SessionConflict, WeightSyncError
+from ray_weightsync.fleet.parts import Parts
 from ray_weightsync.fleet.replica import Replica
 from tests.unit.fleet.fake_engine import FakeEngine
 from tests.unit.fleet.fakes import FakeFleet
@@ -241,12 +242,12 @@ class TestLeaving:
         async def story() -> None:
             fleet = await served(2)
             ticket = await fleet.open(2)
-            type(fleet.coordinator.repair).longest_turn_s, kept = 0.01, type(fleet.coordinator.repair).longest_turn_s  # type: ignore[assignment,method-assign]
+            kept, Parts.longest_turn_s = Parts.longest_turn_s, 0.01  # type: ignore[assignment,method-assign]
             try:
                 with pytest.raises(RoundAborted, match="still in progress"):
                     await fleet.coordinator.membership.remove("r1")
             finally:
-                type(fleet.coordinator.repair).longest_turn_s = kept  # type: ignore[method-assign]
+                Parts.longest_turn_s = kept  # type: ignore[method-assign]
             assert fleet.coordinator.status().serving == ("r0", "r1")
             await fleet.coordinator.rounds.abandon(ticket.snapshot, "not needed")
 

@@ -9,6 +9,7 @@ import pytest
 
 from ray_weightsync.config import FailurePolicy
 from ray_weightsync.errors import FleetTorn, ReplicasLost
+from ray_weightsync.fleet.parts import Parts
 from ray_weightsync.fleet.probes import refuse
 from tests.unit.fleet.fakes import FakeFleet, sealed
 from tests.unit.fleet.test_rounds import run
@@ -134,8 +135,8 @@ def test_when_that_round_does_not_end_the_error_says_what_holds(monkeypatch: pyt
         report, parts = await fleet.send(1), fleet.coordinator._parts
         ticket = await fleet.open(2)
         as_long_as_a_sender_may_keep_it_s = parts.timeouts.staging_s(16) + parts.timeouts.round_s(16)
-        assert parts.longest_turn_s() == pytest.approx(as_long_as_a_sender_may_keep_it_s)
-        monkeypatch.setattr(parts, "longest_turn_s", lambda num_bytes: 0.01)
+        assert parts.longest_turn_s == pytest.approx(as_long_as_a_sender_may_keep_it_s)
+        monkeypatch.setattr(Parts, "longest_turn_s", 0.01)
         with pytest.raises(ReplicasLost, match=r"Version 1 serves on r1.* r0: out of the serving set, but neither paused nor marked"):
             await refuse(parts, report, {"r0": WRONG})
         assert fleet.coordinator.status().serving == ("r1",)

@@ -488,3 +488,16 @@ def test_a_fenced_replica_that_still_cannot_be_paused_keeps_nobody_from_the_next
         fenced.release.set()
 
     run(story)
+
+
+def test_to_be_asked_again_before_the_pause_may_take_as_long_as_in_the_preflight() -> None:
+    async def story() -> None:
+        fleet = await FakeFleet(2, timeouts=Timeouts(preflight_s=5, pause_s=0.05, commit_s=0.05, warn_every_s=0.05)).attach()
+        gate = fleet.engines[1].gate("found")
+        sending = asyncio.create_task(fleet.send(1))
+        await fleet.engines[1].reached["found"].wait()
+        await asyncio.sleep(0.4)
+        gate.set()
+        assert (await sending).committed == ("r0", "r1")
+
+    run(story)

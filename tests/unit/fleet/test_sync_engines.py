@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from ray_weightsync.config import Host, Timeouts
-from ray_weightsync.errors import FleetTorn, ReplicasLost, RoundAborted
+from ray_weightsync.config import FailurePolicy, Host, Timeouts
+from ray_weightsync.errors import AttachError, FleetTorn, ReplicasLost, RoundAborted
 from ray_weightsync.protocol.chain import ChainOutcome, Place, Step
 from ray_weightsync.protocol.channel import IS_PAUSED, PAUSE, RESUME
 from tests.unit.fleet.fake_engine import PLAN, FakeEngine
 from tests.unit.fleet.fakes import QUICK, FakeFleet, sealed
+from tests.unit.fleet.test_membership import resolved
 from tests.unit.fleet.test_rounds import run
 
 TURN = ["mark", "start", "update", "finish", "outcome", "commit", "count", "cache"]
@@ -24,6 +25,7 @@ class SyncEngine(FakeEngine):
 
     Attributes:
         turns: The calls of each turn of its actor.
+        seconds: How long it says that it has been at the call that it is at.
         busy_after: A call behind whose turn a request runs until `idle`.
     """
 
@@ -32,6 +34,7 @@ class SyncEngine(FakeEngine):
     def __init__(self, label: str) -> None:
         super().__init__(label)
         self.turns: list[list[str]] = []
+        self.seconds = 1e9
         self.busy_after: str | None = None
         self._turn = asyncio.Lock()
         self._places: dict[str, Place] = {}
@@ -54,7 +57,7 @@ class SyncEngine(FakeEngine):
             self.turns.append([])
             for index, (verb, args, kwargs) in enumerate(steps):
                 self.turns[-1].append(self._name(verb, args))
-                self._places[token] = Place(index, 1e9)
+                self._places[token] = Place(index, self.seconds)
                 try:
                     answers.append(await super().call(verb, *args, **kwargs))
                 except Exception as error:
@@ -112,6 +115,22 @@ def test_requests_that_are_queued_behind_its_turn_for_longer_than_any_deadline_c
     run(story)
 
 
+def test_its_turn_may_take_the_sum_of_what_its_calls_may_take() -> None:
+    async def story() -> None:
+        short = dict.fromkeys(("start_s", "update_s", "finish_s", "attest_s"), 0.05) | {"resume_s": 0.01, "warn_every_s": 0.01}
+        fleet, sync = await mixed(timeouts=Timeouts(min_rate_bytes_per_s=1e12, commit_s=0.4, **short))
+        sync.seconds = 0.0
+        sending = asyncio.create_task(fleet.send(1))
+        for phase in ("commit", "cache"):
+            gate = sync.gate(phase)
+            await sync.reached[phase].wait()
+            await asyncio.sleep(0.3)
+            gate.set()
+        assert (await sending).committed == ("r0", "r1")
+
+    run(story)
+
+
 @pytest.mark.parametrize("cache", ["keep", "salt"])
 def test_its_cache_is_touched_only_by_the_policy_that_says_so(cache: str) -> None:
     async def story() -> None:
@@ -162,6 +181,19 @@ def test_a_cache_reset_that_answers_anything_but_true_fences_it(answer: Any) -> 
             await fleet.send(1)
         assert caught.value.phase == "cache"
         assert sync.version.startswith("!rws:")
+
+    run(story)
+
+
+def test_it_is_refused_where_nobody_may_serve_before_all_are_attested() -> None:
+    async def story() -> None:
+        with pytest.raises(AttachError, match="r1 hold a synchronous LLM, which has no pause") as caught:
+            await mixed(on_failure=FailurePolicy(after_start="all_or_none"))
+        assert caught.value.replicas == ("r1",)
+        assert "AsyncLLM" in str(caught.value.hint)
+        fleet = await FakeFleet(1, on_failure=FailurePolicy(after_start="all_or_none")).attach()
+        with pytest.raises(AttachError, match="synchronous LLM"):
+            await fleet.coordinator.membership.add([await resolved(SyncEngine("r1"))])
 
     run(story)
 

@@ -12,6 +12,7 @@ import pytest
 from ray_weightsync.config import FailurePolicy, Native
 from ray_weightsync.errors import FleetTorn, ReplicasLost, RoundAborted
 from ray_weightsync.fleet.bring import Bring
+from ray_weightsync.fleet.parts import Parts
 from ray_weightsync.fleet.round import RoundLog, RoundSpec
 from tests.unit.fleet.fake_engine import FakeEngine
 from tests.unit.fleet.fakes import QUICK, FakeFleet, FakeTrainerEngine, sealed
@@ -129,7 +130,7 @@ def test_the_last_one_that_serves_serves_on_where_it_could_not_leave(monkeypatch
         with pytest.raises(ReplicasLost):
             await fleet.send("v1")
         await fleet.open("v2")
-        monkeypatch.setattr(fleet.coordinator._parts, "longest_turn_s", lambda: 0.01)
+        monkeypatch.setattr(Parts, "longest_turn_s", 0.01)
         with pytest.raises(RoundAborted, match="version v1 still serves"):
             await fleet.coordinator.membership.remove("r1")
         assert fleet.coordinator.status().serving == ("r1",)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -268,3 +269,61 @@ def test_a_closed_writer_can_be_used_again(store: SnapshotStore, stage: Any) -> 
         writer.close()
         address = stage.opened(store)
         writer.write(address, stage.plan, iter(stage.weights(0).items()), progress_bytes=64)
+
+
+class Late:
+    """A thread that writes, and is held between its first tensor and the others."""
+
+    def __init__(self, stage: Any, address: Any) -> None:
+        self.at_it, self.go_on = threading.Event(), threading.Event()
+        self.error: BaseException | None = None
+        self._stage, self._address = stage, address
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        assert self.at_it.wait(30)
+
+    def _pairs(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self._stage.weights(1).items():
+            yield name, tensor
+            self.at_it.set()
+            assert self.go_on.wait(30)
+
+    def _run(self) -> None:
+        try:
+            self._stage.writer.write(self._address, self._stage.plan, self._pairs(), progress_bytes=64)
+        except BaseException as error:
+            self.error = error
+
+    def end(self) -> None:
+        self.go_on.set()
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+
+
+def test_a_thread_that_is_late_keeps_its_file_until_it_ends_and_leaves_the_next_one_alone(
+    store: SnapshotStore, stage: Any, is_held: Callable[..., bool]
+) -> None:
+    fds = len(os.listdir("/proc/self/fd"))
+    address = stage.opened(store)
+    late = Late(stage, address)
+    store.discard(address["snapshot"])
+    following = stage.opened(store)
+    next_one = Late(stage, following)
+    late.end()
+    assert isinstance(late.error, SlotError), "and not that its file is closed, or somebody else's"
+    assert is_held(following)
+    next_one.end()
+    assert next_one.error is None
+    store.discard(following["snapshot"])
+    stage.writer.close()
+    stage.opened(store)
+    assert len(os.listdir("/proc/self/fd")) == fds + 2, "what the store has of one slot"
+
+
+def test_a_writer_that_is_closed_while_a_thread_is_late_lets_go_when_that_has_ended(store: SnapshotStore, stage: Any) -> None:
+    fds = len(os.listdir("/proc/self/fd"))
+    late = Late(stage, stage.opened(store))
+    stage.writer.close()
+    late.end()
+    assert late.error is None
+    assert len(os.listdir("/proc/self/fd")) == fds + 2, "what the store has of one slot"

@@ -1,0 +1,144 @@
+"""What is still under way when a sender, a round or a session ends: who waits for it, how long, and that nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from ray_weightsync.config import Host, Timeouts
+from ray_weightsync.errors import RoundAborted
+from tests.unit.fleet.fakes import FakeFleet, plan_of, sealed
+from tests.unit.fleet.test_rounds import run
+
+
+def test_a_sender_that_gives_up_does_not_wait_for_engines_and_the_next_one_does() -> None:
+    async def story() -> None:
+        fleet = await FakeFleet(2, timeouts=Timeouts()).attach()
+        gate = fleet.engines[0].gate("see")
+        ticket = await fleet.open(1)
+        await fleet.engines[0].reached["see"].wait()
+        rounds = fleet.coordinator.rounds
+        rounds.give_up(ticket.snapshot, "its source failed")
+        await asyncio.sleep(0)
+        with pytest.raises(RoundAborted, match="given up"):
+            await rounds.commit(ticket.snapshot, sealed=sealed("d"), holds_turn=True)
+        following = asyncio.create_task(fleet.send(2))
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert fleet.coordinator._parts.turn.holder == ticket.snapshot, "engines are still at its preflight"
+        assert list(fleet.stores.open.values()) == ["writing"]
+        gate.set()
+        assert (await following).committed == ("r0", "r1")
+        assert ticket.snapshot not in fleet.stores.open
+
+    run(story)
+
+
+def test_commits_that_follow_one_another_at_once_have_one_slot_allotted_for_the_next_round() -> None:
+    async def story() -> None:
+        fleet = await FakeFleet(1, transport=Host(num_slots=4)).attach()
+        rounds, staging = fleet.coordinator.rounds, fleet.coordinator._parts.staging
+        tickets = [await fleet.open(1)]
+        await rounds.seal(tickets[0].snapshot, sealed("1"))
+        tickets.append(await fleet.open(2))
+        await rounds.seal(tickets[1].snapshot, sealed("2"))
+        allot, gate, allotting = fleet.stores.open_slot, asyncio.Event(), asyncio.Event()
+
+        async def held(*args: Any, **kwargs: Any) -> Any:
+            allotting.set()
+            await gate.wait()
+            return await allot(*args, **kwargs)
+
+        fleet.stores.open_slot = held  # type: ignore[method-assign]
+        await rounds.commit(tickets[0].snapshot)
+        await allotting.wait()
+        await rounds.commit(tickets[1].snapshot)
+        await asyncio.sleep(0.05)  # longer than what is done behind a reply waits
+        gate.set()
+        await staging.settled()
+        assert sorted(fleet.stores.open.values()) == ["committed", "former", "writing"]
+        await fleet.send(3)
+        assert sorted(fleet.stores.open.values()) == ["committed", "former", "former", "writing"]
+
+    run(story)
+
+
+def test_a_store_that_has_the_later_of_two_commits_is_not_closed_for_the_earlier_one_s_sake() -> None:
+    async def story() -> None:
+        fleet = await FakeFleet(1).attach()
+        staging = fleet.coordinator._parts.staging
+        await fleet.send(1)
+        first = staging.committed
+        assert first is not None
+        ticket = await fleet.open(2)
+        snapshot = staging.get(ticket.snapshot)
+        assert snapshot is not None
+        await fleet.coordinator.rounds.seal(ticket.snapshot, sealed("2"))
+        fleet.stores.start("other")[snapshot.slot] = "sealed"
+        snapshot.copies["other"] = type(snapshot.copies["node"])("other", "other-1", {}, sealed=True)
+        staging.keep(first)
+        staging.keep(snapshot)
+        await staging.settled()
+        assert fleet.stores.at["other"] == {snapshot.slot: "committed"} | {
+            slot: state for slot, state in fleet.stores.at["other"].items() if state == "writing"
+        }
+
+    run(story)
+
+
+def test_an_owner_that_dies_after_it_closed_the_session_costs_no_wait() -> None:
+    async def story() -> None:
+        fleet = await FakeFleet(1, timeouts=Timeouts()).attach()
+        await fleet.send(1)
+        await fleet.coordinator.close()
+        await asyncio.wait_for(fleet.coordinator.leave(), 5)
+        await asyncio.wait_for(fleet.coordinator.close(), 5)
+
+    run(story)
+
+
+def test_a_caller_of_close_that_goes_away_does_not_keep_it_from_being_done() -> None:
+    async def story() -> None:
+        fleet = await FakeFleet(1, timeouts=Timeouts()).attach()
+        gate = fleet.engines[0].gate("update")
+        sending = asyncio.create_task(fleet.send(1))
+        await fleet.engines[0].reached["update"].wait()
+        closing = asyncio.create_task(fleet.coordinator.close())
+        await asyncio.sleep(0)
+        closing.cancel()
+        await asyncio.wait({closing})
+        gate.set()
+        assert (await sending).committed == ("r0",)
+        await asyncio.wait_for(fleet.coordinator.close(), 5)
+        assert fleet.stores.closed
+
+    run(story)
+
+
+def test_how_long_a_turn_may_take_grows_with_the_weights_that_are_on_their_way() -> None:
+    async def story() -> None:
+        timeouts = Timeouts(min_rate_bytes_per_s=1.0)
+        fleet = await FakeFleet(1, timeouts=timeouts).attach()
+        coordinator = fleet.coordinator
+        assert coordinator.longest_turn_s == timeouts.staging_s(0) + timeouts.round_s(0)
+        plan = plan_of("a", "b", "c")
+        ticket = await fleet.open(1, plan)
+        longest_s = timeouts.staging_s(plan.num_bytes) + timeouts.round_s(plan.num_bytes)
+        assert coordinator.longest_turn_s == longest_s
+        await coordinator.rounds.commit(ticket.snapshot, sealed=sealed("d"), holds_turn=True)
+        assert coordinator.longest_turn_s == longest_s, "others are still brought to them"
+        await fleet.send(2)
+        assert coordinator.longest_turn_s < longest_s
+
+    run(story)
+
+
+def test_another_session_s_turn_counts_while_its_engines_are_waited_for() -> None:
+    async def story() -> None:
+        fleet = await FakeFleet(1).attach()
+        fleet.coordinator.waits_for_turn(1e6)
+        assert fleet.coordinator.longest_turn_s == 1e6
+
+    run(story)

@@ -1,0 +1,99 @@
+"""How long a caller waits for its coordinator: as long as that says that its turns may take, and no longer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from ray.exceptions import GetTimeoutError
+
+from ray_weightsync.config import Timeouts
+from ray_weightsync.errors import WeightSyncError
+from ray_weightsync.fleet import link as module
+from ray_weightsync.fleet.link import CoordinatorLink
+
+
+class Coordinator:
+    """Answers what it is asked at a time of its own; time passes only while somebody waits.
+
+    Attributes:
+        turns_s: What it says that a turn may take, asked again and again.
+        answers_at: When the one call that is not for that is answered, in seconds.
+        killed_at: When it was killed.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *turns_s: float, answers_at: float, interrupted: bool = False) -> None:
+        self.turns_s = list(turns_s)
+        self.answers_at = answers_at
+        self.interrupted = interrupted
+        self.now = 0.0
+        self.killed_at: float | None = None
+        monkeypatch.setattr(module.ray, "get", self._get)
+        monkeypatch.setattr(module.ray, "kill", self._kill)
+        monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
+
+    def __getattr__(self, name: str) -> Any:
+        return type("Method", (), {"remote": staticmethod(lambda *args: name)})
+
+    def _get(self, ref: str, *, timeout: float) -> Any:
+        if ref == "longest_turn_s":
+            return self.turns_s.pop(0) if len(self.turns_s) > 1 else self.turns_s[0]
+        self.now = min(self.now + timeout, self.answers_at)
+        if self.now < self.answers_at:
+            raise GetTimeoutError("not yet")
+        if self.interrupted:
+            raise KeyboardInterrupt
+        return "done"
+
+    def _kill(self, handle: Any) -> None:
+        assert handle is self
+        self.killed_at = self.now
+
+
+def link_to(coordinator: Coordinator) -> CoordinatorLink:
+    return CoordinatorLink("s", coordinator, timeouts=Timeouts())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("answers_at", [5, 100, 2009])
+def test_what_has_to_wait_for_turns_is_waited_for_as_long_as_they_may_take(monkeypatch: pytest.MonkeyPatch, answers_at: float) -> None:
+    coordinator = Coordinator(monkeypatch, 1000, answers_at=answers_at)
+    assert link_to(coordinator).ask("heal", limit_s=10, turns=2) == "done"
+
+
+def test_a_turn_that_began_after_the_call_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    coordinator = Coordinator(monkeypatch, 100, 1000, answers_at=900)
+    assert link_to(coordinator).ask("remove", limit_s=10, turns=1) == "done"
+
+
+def test_and_no_longer_than_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    coordinator = Coordinator(monkeypatch, 1000, answers_at=5000)
+    with pytest.raises(WeightSyncError, match="did not answer") as caught:
+        link_to(coordinator).ask("heal", limit_s=10, turns=2)
+    assert (coordinator.now, caught.value.limit_s) == (2010, 2010)
+
+
+def test_what_waits_for_no_turn_has_its_own_limit_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    coordinator = Coordinator(monkeypatch, 1000, answers_at=11)
+    with pytest.raises(WeightSyncError, match="did not answer"):
+        link_to(coordinator).ask("status", limit_s=10)
+    assert coordinator.now == 10
+
+
+def test_a_coordinator_is_not_killed_in_the_middle_of_a_round_that_may_still_take_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    coordinator = Coordinator(monkeypatch, 1500, answers_at=1400)
+    link_to(coordinator).end(limit_s=90)
+    assert coordinator.killed_at == 1400
+
+
+def test_one_that_is_later_than_it_may_be_is_ended(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    coordinator = Coordinator(monkeypatch, 1500, answers_at=9999)
+    link_to(coordinator).end(limit_s=90)
+    assert coordinator.killed_at == 1590
+    assert "did not close cleanly" in caplog.text
+
+
+def test_an_interrupted_end_leaves_it_to_finish_what_it_is_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    coordinator = Coordinator(monkeypatch, 1500, answers_at=10, interrupted=True)
+    with pytest.raises(KeyboardInterrupt):
+        link_to(coordinator).end(limit_s=90)
+    assert coordinator.killed_at is None
