@@ -62,7 +62,7 @@ class WorkerFacts:
         attesting: Workers that its engine's outcome speaks for, those of other data-parallel engines included; 0 if it did not say.
         failure: What went wrong in its latest session, if anything did.
         device: Where its part of the model is.
-        nccl: Whether nccl4py is installed there.
+        nccl: Whether nccl4py can be used there; see `has_nccl`.
     """
 
     nonce: str

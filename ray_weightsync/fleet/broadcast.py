@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ray_weightsync.fleet.choosing import GPU, no_nccl_in
 from ray_weightsync.fleet.live import Live
 from ray_weightsync.fleet.topology import Group
 
@@ -34,12 +35,19 @@ class Broadcast(Live[Group]):
         return self.meeting.probe()
 
     def refusal(self, facts: EngineFacts) -> str | None:
-        """A synchronous LLM receives when it has done the requests before; the sender and the others would have given up by then."""
-        if facts.kind == "sync":
+        """A synchronous LLM would keep the others waiting; workers that came since the way was chosen may be others."""
+        if facts.kind == "sync":  # it receives when it has done the requests before: the sender would have given up by then
             return (
                 "it is a synchronous LLM, which has no pause: all others would wait for its requests in the middle of the broadcast; "
                 "hold an AsyncLLM in the actor, or choose transport='host', which makes all calls of an update in one turn"
             )
+        if self.meeting.backend != "nccl":
+            return None
+        for worker in facts.workers:
+            if worker.device is not None and worker.device.type != GPU:
+                return f"worker {worker.rank} is not on a GPU, and the sender's bytes go from one"
+            if not worker.nccl:
+                return no_nccl_in(f"worker {worker.rank}")
         return None
 
     def _invite(self, group: Group, replicas: Sequence[Replica], common: Mapping[str, Any]) -> tuple[Group, dict[str, dict[str, Any]]]:

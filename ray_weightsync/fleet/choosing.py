@@ -36,7 +36,7 @@ class SenderFacts:
         node_id: Ray's id of its node.
         device: Where the weights are.
         current: The GPU that its process uses unless told otherwise, which is the one that transports send from. None without a GPU.
-        nccl: Whether nccl4py is installed there.
+        nccl: Whether nccl4py can be used there.
         vllm: Whether vLLM is.
     """
 
@@ -56,14 +56,14 @@ class MemberFacts:
         kind: What is behind it.
         stock: The backend of an engine without our worker side; None for one that has it.
         devices: Where each of its workers is; empty unless all of them are known.
-        nccl: Whether nccl4py is installed in all of its workers.
+        nccl: Whether nccl4py can be used in all of its workers. None if they did not say.
     """
 
     shape: Shape
     kind: EngineKind
     stock: str | None = None
     devices: tuple[DeviceFacts, ...] = ()
-    nccl: bool = False
+    nccl: bool | None = None
 
     @property
     def id(self) -> str:
@@ -90,7 +90,7 @@ def member_of(engine: Engine) -> MemberFacts:
         kind=facts.kind,
         stock=facts.backend if facts.is_stock else None,
         devices=devices if known else (),
-        nccl=bool(facts.workers) and all(worker.nccl for worker in facts.workers),
+        nccl=all(worker.nccl for worker in facts.workers) if facts.workers else None,
     )
 
 
@@ -130,7 +130,10 @@ def out_of_reach(transport: Host | Collective | Native, sender: SenderFacts, mem
         return None
     if sharing := [member for member in placed if sender.current.uuid is not None and sender.current in member.devices]:
         return f"{_names(sharing)} share the sender's GPU {sender.current.uuid}, and NCCL takes one rank a GPU"
-    return _no_group(members)
+    if (why := _no_group(members)) is not None or isinstance(transport, Native):
+        return why
+    ours = [member for member in members if member.stock is None]  # the others join by vLLM's own NCCL
+    return _no_nccl(sender, [member for member in ours if member.nccl is not None]) if ours else None
 
 
 def not_from_gpu(sender: SenderFacts) -> str | None:
@@ -240,13 +243,17 @@ def _no_ipc(sender: SenderFacts, members: Sequence[MemberFacts]) -> str | None:
     return None
 
 
+def no_nccl_in(where: str) -> str:
+    """That NCCL cannot be used there, and what helps."""
+    return f"nccl4py is missing in {where}, or does not work there, of which the log says why: pip install 'ray_weightsync[nccl]'"
+
+
 def _no_nccl(sender: SenderFacts, members: Sequence[MemberFacts]) -> str | None:
-    """Where nccl4py is missing."""
+    """Where nccl4py cannot be used, if anywhere."""
     without = [member for member in members if not member.nccl]
     if sender.nccl and not without:
         return None
-    where = f"workers of {_names(without)}" if sender.nccl else "the sender's process"
-    return f"nccl4py is missing in {where}: pip install 'ray_weightsync[nccl]'"
+    return no_nccl_in(f"workers of {_names(without)}" if sender.nccl else "the sender's process")
 
 
 def _no_group(members: Sequence[MemberFacts]) -> str | None:

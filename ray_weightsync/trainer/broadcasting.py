@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 
 from ray_weightsync.config import Collective, Timeouts
+from ray_weightsync.errors import ConfigError
+from ray_weightsync.fleet.choosing import no_nccl_in
 from ray_weightsync.fleet.link import CoordinatorLink
 from ray_weightsync.fleet.topology import Group
 from ray_weightsync.trainer.live import Kept, LiveSending
@@ -16,6 +18,7 @@ from ray_weightsync.transports.collective.sender import BroadcastSender
 from ray_weightsync.weights.packing import Packed
 from ray_weightsync.weights.plan import Plan
 from ray_weightsync.weights.sources import WeightSource
+from ray_weightsync.worker.device import has_nccl
 
 
 class Broadcasting(LiveSending):
@@ -27,13 +30,15 @@ class Broadcasting(LiveSending):
         timeouts: The session's deadlines.
 
     Raises:
-        ConfigError: if the interface is not there.
-        ModuleNotFoundError: for a trainer with a GPU, without what NCCL needs.
+        ConfigError: if the interface is not there; or for a trainer with a GPU, without what NCCL needs.
     """
 
     def __init__(self, link: CoordinatorLink, options: Collective, timeouts: Timeouts) -> None:
         super().__init__(link, timeouts)
-        self._server = RendezvousServer(backend="nccl" if torch.cuda.is_available() else "gloo", options=options)
+        on_gpu = torch.cuda.is_available()
+        if on_gpu and not has_nccl():
+            raise ConfigError(f"a broadcast from a GPU needs NCCL: {no_nccl_in('the trainer')}")
+        self._server = RendezvousServer(backend="nccl" if on_gpu else "gloo", options=options)
 
     @property
     def offer(self) -> Meeting:

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import logging
+from functools import cache
 from typing import Any
 
 import torch
+
+logger = logging.getLogger(__name__)
+
+LEAST_NCCL = (2, 23)
+"""The first libnccl with ``ncclCommInitRankScalable``, by which nccl4py makes every communicator."""
 
 
 def told_device(device: torch.device) -> dict[str, str | None]:
@@ -16,9 +24,26 @@ def told_device(device: torch.device) -> dict[str, str | None]:
     return {"type": device.type, "uuid": _uuid(device)}
 
 
+@cache
 def has_nccl() -> bool:
-    """Whether nccl4py is installed here, which a group of GPUs needs. It is not loaded."""
-    return is_installed("nccl")
+    """Whether nccl4py can be used in this process, which a group of GPUs needs: it loads, and so does a libnccl that is new enough.
+
+    It is tried once, and logged why not. To be asked only where there is a GPU: elsewhere nothing of it should be loaded.
+    """
+    if not is_installed("nccl"):
+        return False
+    try:
+        libnccl = importlib.import_module("nccl.core").get_version().libnccl
+        if libnccl is None:
+            why = "it finds no libnccl"
+        elif libnccl.version.release < LEAST_NCCL:
+            why = f"it finds libnccl {libnccl}, and needs {'.'.join(map(str, LEAST_NCCL))} or later"
+        else:
+            return True
+    except Exception as error:  # whatever loading libraries raises
+        why = f"{type(error).__name__}: {error}"
+    logger.warning("nccl4py is installed here and cannot be used, so nothing is broadcast from or to this GPU: %s", why)
+    return False
 
 
 def is_installed(module: str) -> bool:

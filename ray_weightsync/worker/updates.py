@@ -75,7 +75,7 @@ class WorkerUpdates:
         self._receivers = dict(receivers)
         self._resident = resident
         self._device = told_device(device)
-        self._nccl = has_nccl()
+        self._nccl = device.type == "cuda" and has_nccl()
         self._plans = WorkerPlans(model)
         self._ours = ByReceivers(model, self._receivers, self._record)
         self._course: Course = self._ours
@@ -256,7 +256,7 @@ class WorkerUpdates:
             (digests, oldest first), ``judging`` (digest, if there is more to judge), ``unjudged`` (by plan digest, what the structural
             check could not judge), ``update_open``, ``round`` and ``failure`` of the latest session, ``epoch`` (newest seen),
             ``resident``, ``incarnation`` (new in every process), ``node_ip``, ``pid``, ``device`` (its ``type``, and ``uuid`` of a
-            GPU), ``nccl`` (whether nccl4py is installed).
+            GPU), ``nccl`` (whether nccl4py can be used).
         """
         session = self._session
         failures = list(session.failures) if session else []

@@ -1,4 +1,4 @@
-"""The NCCL body and device buffers: `pip install nccl4py`, then `python -m pytest tests/gpu` on a machine with two GPUs.
+"""The NCCL body and device buffers: `pip install '.[nccl]'`, then `python -m pytest tests/gpu` on a machine with two GPUs.
 
 Not yet run: no GPU was at hand.
 """

@@ -5,7 +5,6 @@ Groups are private: torch's global process group, which the trainer or the engin
 
 from __future__ import annotations
 
-import base64
 import importlib
 import re
 import time
@@ -17,9 +16,10 @@ import torch.distributed as dist
 
 from ray_weightsync.transports.collective.deadline import Deadline
 from ray_weightsync.transports.collective.group_store import GroupStore
-from ray_weightsync.transports.collective.rendezvous import BackendName, GroupError, Rendezvous, local_address_towards
+from ray_weightsync.transports.collective.rendezvous import SENDER, BackendName, GroupError, local_address_towards
 
 _POLL_S = 0.0005
+_UNIQUE_ID = "nccl"
 _PLACE = re.compile(r"^\[[^]]*:\d+\] ")
 
 
@@ -148,7 +148,7 @@ class NcclCommunicator:
     a peer is lost (``TORCH_NCCL_ASYNC_ERROR_HANDLING=3``): one dead worker would end every engine and the trainer. vLLM's
     ``PyNcclCommunicator`` is not to be had in a trainer without vLLM, and its init blocks without a limit. nccl4py has what a deadline
     needs: communicators that do not block while they are made, a state that can be polled, an ``abort`` that frees pending kernels,
-    and unique ids as bytes, which Ray carries.
+    and unique ids as bytes, which the group's store carries.
 
     Only NCCL's own calls are here. Not yet run: see ``tests/gpu/test_gpu_collective.py``.
     """
@@ -164,9 +164,10 @@ class NcclCommunicator:
         self._cuda: Any = torch.cuda  # partly untyped
         self._cuda.set_device(device)  # of this thread: a new one begins with GPU 0
         self._deadline = deadline
+        self._store = store
         self._aborted = False
         self._stream = self._cuda.Stream(self.device)
-        unique_id = nccl.UniqueId.from_bytes(base64.b64decode(_unique_id(store.rendezvous)))
+        unique_id = self._unique_id(nccl)
         self._comm: Any = nccl.Communicator.init(self.world_size, self.rank, unique_id, nccl.NCCLConfig(blocking=False))
         try:
             self._wait_until_idle("joining")
@@ -195,6 +196,19 @@ class NcclCommunicator:
         if comm is not None:
             comm.abort()
 
+    def _unique_id(self, nccl: Any) -> Any:
+        """NCCL's id of the group. With each goes a thread and a socket of the sender's process, which end when all ranks have come to
+        them and not before (seen with NCCL 2.32): so it is made when all have joined.
+        """
+        if self.rank == SENDER:
+            made = nccl.get_unique_id()
+            self._store.set_value(_UNIQUE_ID, bytes(made))
+            return made
+        there = self._store.await_values([_UNIQUE_ID], self._deadline)
+        if _UNIQUE_ID not in there:
+            raise TimeoutError(f"waited {self._deadline.limit_s:.1f} s for the sender to make NCCL's unique id")
+        return nccl.UniqueId.from_bytes(there[_UNIQUE_ID])
+
     def _wait_until_idle(self, what: str) -> None:
         while self._comm.get_async_error() == self._results.InProgress:
             self._check(what)
@@ -205,13 +219,14 @@ class NcclCommunicator:
         """Raise, and end what is pending, if it was aborted, is late, or a member is gone."""
         state = self._comm.get_async_error()
         failed = state not in (self._results.Success, self._results.InProgress)
-        if not (failed or self._aborted or self._deadline.passed):
+        given_up = self._aborted or self._store.halted  # before it has joined, nobody else has it to abort it
+        if not (failed or given_up or self._deadline.passed):
             return
         words = self._comm.get_last_error() if failed else ""
         self.close()
         if failed:
             raise GroupError(f"{what} failed: NCCL says {state.name}: {words}")
-        if self._aborted:
+        if given_up:
             raise GroupError("the group was aborted")
         raise TimeoutError(f"{what} was not over after {self._deadline.limit_s:.1f} s")
 
@@ -224,17 +239,3 @@ def until_done(stream: Any, check: Callable[[], None]) -> None:
     while not done.query():
         check()
         time.sleep(_POLL_S)
-
-
-def new_unique_id() -> bytes:
-    """NCCL's unique id of a new group. The process that makes it must live, and be reachable, until all ranks have joined.
-
-    Raises:
-        ModuleNotFoundError: without nccl4py.
-    """
-    return bytes(importlib.import_module("nccl.core").get_unique_id())
-
-
-def _unique_id(rendezvous: Rendezvous) -> str:
-    assert rendezvous.unique_id is not None  # held by Rendezvous
-    return rendezvous.unique_id

@@ -102,6 +102,11 @@ class GroupStore:
         except GroupError:
             return  # a sender that has closed its store needs nobody any more
 
+    @property
+    def halted(self) -> bool:
+        """Whether this rank was told to stop."""
+        return self._halted
+
     def halt(self) -> None:
         """End every wait of this rank here. Idempotent."""
         with self._lock:

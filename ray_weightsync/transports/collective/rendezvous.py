@@ -6,8 +6,6 @@ id is random, the store answers nobody who does not know it, and the next transf
 
 from __future__ import annotations
 
-import base64
-import binascii
 import fcntl
 import ipaddress
 import re
@@ -50,7 +48,6 @@ class Meeting:
         port: Its port.
         bucket_bytes: Most bytes in one broadcast.
         num_buckets: Buckets that each side holds at a time. At least 2.
-        unique_id: NCCL's unique id in base64; None for gloo.
     """
 
     id: str
@@ -59,7 +56,6 @@ class Meeting:
     port: int
     bucket_bytes: int
     num_buckets: int
-    unique_id: str | None = None
 
     def __post_init__(self) -> None:
         for name, valid in (
@@ -69,7 +65,6 @@ class Meeting:
             ("port", is_int(self.port) and 0 < self.port < 1 << 16),
             ("bucket_bytes", is_int(self.bucket_bytes) and self.bucket_bytes >= MIN_BUCKET_BYTES),
             ("num_buckets", is_int(self.num_buckets) and self.num_buckets >= 2),
-            ("unique_id", _is_unique_id(self.unique_id) if self.backend == "nccl" else self.unique_id is None),
         ):
             if not valid:
                 raise GroupError(f"a group cannot have {name}={getattr(self, name)!r:.80}")
@@ -135,7 +130,6 @@ class RendezvousServer:
     Raises:
         ConfigError: if the interface is not there or has no IPv4 address, or the address is not this machine's.
         GroupError: for a backend that no group can have.
-        ModuleNotFoundError: for ``"nccl"`` without nccl4py.
     """
 
     def __init__(
@@ -146,11 +140,6 @@ class RendezvousServer:
         address: str | None = None,
     ) -> None:
         address = address_of(options.interface) if options.interface is not None else address or node_ip()
-        unique_id = None
-        if backend == "nccl":
-            from ray_weightsync.transports.collective.communicator import new_unique_id
-
-            unique_id = base64.b64encode(new_unique_id()).decode()
         bound = listening(address)
         try:
             self.meeting = Meeting(
@@ -160,7 +149,6 @@ class RendezvousServer:
                 port=bound.getsockname()[1],
                 bucket_bytes=options.bucket_bytes,
                 num_buckets=options.num_buckets,
-                unique_id=unique_id,
             )
             self._store = StoreServer(bound, self.meeting.id)
         except BaseException:
@@ -234,11 +222,4 @@ def _is_address(value: object) -> bool:
     try:
         return isinstance(value, str) and bool(ipaddress.ip_address(value))
     except ValueError:
-        return False
-
-
-def _is_unique_id(value: object) -> bool:
-    try:
-        return isinstance(value, str) and len(base64.b64decode(value, validate=True)) > 0
-    except binascii.Error:
         return False

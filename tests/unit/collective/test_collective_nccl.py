@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import base64
+import itertools
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import closing
 from enum import IntEnum
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -11,10 +14,16 @@ from typing import Any
 import pytest
 import torch
 
+from ray_weightsync.config import Collective, Timeouts
+from ray_weightsync.errors import ConfigError
+from ray_weightsync.trainer import broadcasting
+from ray_weightsync.trainer.broadcasting import Broadcasting
 from ray_weightsync.transports.collective import communicator
-from ray_weightsync.transports.collective.communicator import NcclCommunicator
+from ray_weightsync.transports.collective.communicator import NcclCommunicator, join
 from ray_weightsync.transports.collective.deadline import Deadline
-from ray_weightsync.transports.collective.rendezvous import GroupError
+from ray_weightsync.transports.collective.group_store import GroupStore
+from ray_weightsync.transports.collective.receiver import CollectiveDelivery, CollectiveReceiver
+from ray_weightsync.transports.collective.rendezvous import SENDER, GroupError, Rendezvous, RendezvousServer
 
 LIMIT_S = 30.0
 GPU = torch.device("cuda", 3)
@@ -54,13 +63,16 @@ class Nccl:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.comm = Comm()
         self.made: list[Any] = []
+        self.minted: list[bytes] = []
+        self.initialized = threading.Event()
         self.devices: list[torch.device] = []
         self.complete = True
+        self._numbers = itertools.count()
         core: Any = ModuleType("nccl.core")
         core.UniqueId = SimpleNamespace(from_bytes=lambda raw: raw)
         core.NCCLConfig = lambda *, blocking: ("blocking", blocking)
         core.Communicator = SimpleNamespace(init=self._init)
-        core.get_unique_id = lambda: b"unique"
+        core.get_unique_id = self._mint
         bindings: Any = ModuleType("nccl.bindings.nccl")
         bindings.Result = Result
         monkeypatch.setitem(sys.modules, "nccl.core", core)
@@ -70,12 +82,19 @@ class Nccl:
             Stream=lambda device: SimpleNamespace(cuda_stream=77, wait_stream=lambda other: None),
             Event=lambda: SimpleNamespace(record=lambda stream: None, query=lambda: self.complete),
             current_stream=lambda device: None,
+            current_device=lambda: 3,
+            is_available=lambda: True,
         )
         monkeypatch.setattr(communicator.torch, "cuda", cuda)  # type: ignore[attr-defined]
 
     def _init(self, *args: Any) -> Comm:
         self.made.append(args)
+        self.initialized.set()
         return self.comm
+
+    def _mint(self) -> bytes:
+        self.minted.append(f"unique {next(self._numbers)}".encode())
+        return self.minted[-1]
 
 
 @pytest.fixture
@@ -84,8 +103,10 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> Nccl:
 
 
 def joined(limit_s: float = LIMIT_S) -> NcclCommunicator:
-    rendezvous: Any = SimpleNamespace(world_size=5, unique_id=base64.b64encode(b"unique").decode(), backend="nccl")
-    store: Any = SimpleNamespace(rank=2, rendezvous=rendezvous)
+    rendezvous: Any = SimpleNamespace(world_size=5, backend="nccl")
+    store: Any = SimpleNamespace(
+        rank=2, rendezvous=rendezvous, halted=False, await_values=lambda keys, deadline: dict.fromkeys(keys, b"unique")
+    )
     return NcclCommunicator(store, GPU, Deadline(limit_s))
 
 
@@ -137,5 +158,66 @@ def test_an_abort_from_another_thread_ends_a_broadcast_that_hangs(nccl: Nccl, as
     assert nccl.comm.aborted <= 1
 
 
-def test_a_unique_id_is_bytes(nccl: Nccl) -> None:
-    assert communicator.new_unique_id() == b"unique"
+@pytest.fixture
+def pair() -> Iterator[Rendezvous]:
+    """A group of the sender and one worker."""
+    with RendezvousServer(backend="nccl", options=Collective(bucket_bytes=4096), address="127.0.0.1") as server:
+        yield server.meeting.of(2)
+
+
+def test_a_place_to_meet_costs_no_unique_id_nor_does_a_group_that_is_not_complete(nccl: Nccl, pair: Rendezvous) -> None:
+    deadline = Deadline(0.2)
+    with closing(GroupStore(pair, SENDER, deadline)) as store, pytest.raises(TimeoutError, match="did not join: 1"):
+        join(store, GPU, deadline)
+    assert nccl.minted == []
+
+
+def test_the_sender_makes_one_unique_id_by_which_all_join(nccl: Nccl, pair: Rendezvous, aside: Any) -> None:
+    def joins(rank: int) -> None:
+        deadline = Deadline(LIMIT_S)
+        with closing(GroupStore(pair, rank, deadline)) as store:
+            join(store, GPU, deadline).close()
+
+    for each in [aside(lambda rank=rank: joins(rank)) for rank in range(2)]:
+        each.result()
+    assert len(nccl.minted) == 1
+    assert sorted(rank for _, rank, *_ in nccl.made) == [0, 1]
+    assert {unique_id for _, _, unique_id, _ in nccl.made} == set(nccl.minted)
+
+
+class TestGivenUpWhileNcclJoins:
+    """The group's ranks are all there, and NCCL does not come to an end with them."""
+
+    @pytest.fixture
+    def sender(self, pair: Rendezvous) -> Iterator[GroupStore]:
+        with closing(GroupStore(pair, SENDER, Deadline(LIMIT_S))) as store:
+            yield store
+
+    @pytest.fixture
+    def delivery(self, nccl: Nccl, pair: Rendezvous, sender: GroupStore, weights: Any) -> CollectiveDelivery:
+        nccl.comm.states = [Result.InProgress]
+        delivery = CollectiveReceiver().open(weights()[1], {"group": pair.payload(1), "limit_s": LIMIT_S})
+        sender.join(Deadline(LIMIT_S))
+        sender.set_value("nccl", b"unique")
+        assert nccl.initialized.wait(LIMIT_S)
+        return delivery
+
+    def test_a_receiver_that_is_halted_ends(self, nccl: Nccl, delivery: CollectiveDelivery) -> None:
+        delivery.halt()
+        assert not delivery._thread.is_alive()
+        assert nccl.comm.aborted == 1
+
+    def test_a_receiver_whose_group_fails_ends_in_its_words(self, nccl: Nccl, sender: GroupStore, delivery: CollectiveDelivery) -> None:
+        sender.fail("the source broke")
+        with pytest.raises(GroupError, match="rank 0: the source broke"):
+            list(delivery)
+        delivery.close()
+        assert not delivery._thread.is_alive()
+        assert nccl.comm.aborted == 1
+
+
+def test_a_trainer_on_a_gpu_without_nccl_is_told_so_before_it_offers_a_place_to_meet(nccl: Nccl, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(broadcasting, "has_nccl", lambda: False)
+    link: Any = None
+    with pytest.raises(ConfigError, match=r"nccl4py is missing in the trainer,.*pip install 'ray_weightsync\[nccl\]'"):
+        Broadcasting(link, Collective(), Timeouts())

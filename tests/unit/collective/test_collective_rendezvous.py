@@ -22,7 +22,6 @@ GROUP: dict[str, Any] = {
     "world_size": 4,
     "bucket_bytes": 4096,
     "num_buckets": 2,
-    "unique_id": None,
     "rank_offset": 2,
 }
 
@@ -76,7 +75,6 @@ def test_ray_and_json_carry_it() -> None:
         ("world_size", 1),
         ("bucket_bytes", 64),
         ("num_buckets", 1),
-        ("unique_id", "AAAA"),
         ("rank_offset", 0),
         ("rank_offset", 4),
         ("rank_offset", "1"),
@@ -93,13 +91,6 @@ def test_a_payload_with_other_fields_is_refused() -> None:
     for group in wrong:
         with pytest.raises(GroupError, match="a group has the fields"):
             Rendezvous.from_payload(group)
-
-
-def test_nccl_needs_a_unique_id_in_base64() -> None:
-    for unique_id in (None, "", "not base64!"):
-        with pytest.raises(GroupError, match="unique_id"):
-            Rendezvous.from_payload({**GROUP, "backend": "nccl", "unique_id": unique_id})
-    assert Rendezvous.from_payload({**GROUP, "backend": "nccl", "unique_id": "AAAA"})[0].unique_id == "AAAA"
 
 
 def test_an_interface_is_known_by_its_name() -> None:

@@ -100,25 +100,6 @@ def test_a_receiver_has_a_bucket_while_the_next_one_is_still_being_made(group: A
     delivery.close()
 
 
-def test_a_slow_loader_holds_the_source_back_to_the_buckets_that_there_is_room_for(
-    group: Any, weights: Any, gated: Any, aside: Any
-) -> None:
-    source, plan = weights(*[("uint8", (1 << 20,))] * 40)  # more than a socket's buffers take
-    pairs = gated(source)
-    pairs.let(40)
-    made = group(2, bucket_bytes=1 << 20)
-    sending = aside(lambda: made.sender.send(pairs, plan))
-    delivery = made.open(1, plan)
-    tensors = iter(delivery)
-    for _ in range(2):
-        next(tensors)
-    # Two with the loader, two buffers of the sender, and what sockets hold.
-    assert pairs.taken < 30
-    assert len(list(tensors)) == 38
-    sending.result()
-    delivery.close()
-
-
 def test_what_was_yielded_is_the_loaders_own(group: Any, weights: Any, aside: Any) -> None:
     source, plan = weights()
     made = group(3)

@@ -16,8 +16,9 @@ from ray_weightsync.fleet.choosing import SenderFacts
 from ray_weightsync.fleet.values import Way
 from ray_weightsync.protocol.channel import FINISH, INIT, START, UPDATE
 from ray_weightsync.transports.host.layout import NoRoomError
+from tests.unit.fleet import fakes
 from tests.unit.fleet.fake_engine import FakeEngine
-from tests.unit.fleet.fakes import FakeFleet, sealed
+from tests.unit.fleet.fakes import FakeFleet, meeting_of, sealed
 from tests.unit.fleet.stock_fakes import StockEngine
 from tests.unit.fleet.test_broadcast_rounds import run
 
@@ -29,8 +30,9 @@ ELSEWHERE = Host(directory="/mnt/shm")
 class Placed(FakeEngine):
     """An engine whose worker is on a made-up device; or on a backend of vLLM's own, whose workers cannot be asked."""
 
-    def __init__(self, label: str, uuid: str | None, *, backend: str = "rws") -> None:
+    def __init__(self, label: str, uuid: str | None, *, backend: str = "rws", nccl: bool = True) -> None:
         super().__init__(label)
+        self.nccl = nccl
         self.device = {"type": "cpu", "uuid": None} if uuid is None else {"type": "cuda", "uuid": uuid}
         self.backend = backend
 
@@ -39,7 +41,7 @@ class Placed(FakeEngine):
         if self.backend != "rws":
             return told | {"backend": self.backend, "workers": None, "devices": [self.device]}
         (worker,) = told["workers"]
-        return told | {"workers": [worker | {"device": self.device, "nccl": True}]}
+        return told | {"workers": [worker | {"device": self.device, "nccl": self.nccl}]}
 
 
 def fleet_of(*engines: FakeEngine, **settings: Any) -> FakeFleet:
@@ -174,6 +176,45 @@ def test_a_transport_that_was_asked_for_and_cannot_get_to_the_engines_is_refused
         assert "r1 are not on the sender's GPU mine" in str(caught.value)
         assert [engine.calls for engine in fleet.engines] == [[], []]
         assert fleet.coordinator.choose_transport(replace(SENDER, current=None)).transport == Native("ipc")
+
+    run(story)
+
+
+def test_a_broadcast_that_was_asked_for_is_refused_before_anything_is_sent_where_nccl_is_missing() -> None:
+    async def story() -> None:
+        fleet = FakeFleet(2, transport=Collective())
+        fleet.engines = [Placed("r0", "a"), Placed("r1", "b", nccl=False)]
+        await fleet.attach()
+        with pytest.raises(RoundAborted, match=r"nccl4py is missing in workers of r1,.*pip install"):
+            fleet.coordinator.choose_transport(SENDER)
+        with pytest.raises(RoundAborted, match=r"nccl4py is missing in the sender's process,.*pip install"):
+            fleet.coordinator.choose_transport(replace(SENDER, nccl=False))
+        assert [engine.calls for engine in fleet.engines] == [[], []]
+
+    run(story)
+
+
+@pytest.mark.parametrize(
+    ("uuid", "nccl", "why"), [("b", False, "nccl4py is missing in worker 0"), (None, True, "worker 0 is not on a GPU")]
+)
+def test_an_engine_that_came_back_without_nccl_is_left_out_of_a_broadcast_from_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, uuid: str | None, nccl: bool, why: str
+) -> None:
+    async def story() -> None:
+        monkeypatch.setattr(fakes, "meeting_of", lambda: replace(meeting_of(), backend="nccl"))
+        fleet = FakeFleet(2, transport=Collective())
+        other = Placed("r1", "b")
+        fleet.engines = [Placed("r0", "a"), other]
+        await fleet.attach()
+        await fleet.broadcast(1)
+        fleet.coordinator.choose_transport(SENDER)
+        other.restart()
+        other.device, other.nccl = Placed("", uuid).device, nccl
+        fleet.forget_calls()
+        report = await fleet.broadcast(2)
+        assert report.committed == ("r0",)
+        assert why in str(report.notes)
+        assert "pause" not in other.calls
 
     run(story)
 

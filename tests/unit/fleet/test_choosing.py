@@ -57,10 +57,23 @@ class TestAskedFor:
             (Collective(), [member("r0", gpu("a")), member("r1", gpu("a"))], r"r0 and r1 share GPU a"),
             (Collective(), [member("r0", CPU), member("r1", gpu("a"))], r"^r0 are not on GPUs, and the sender's bytes go from its GPU"),
             (Native("sharded_rdt"), [member("r0", CPU)], r"^r0 are not on GPUs"),
+            (Collective(), [APART[0], member("r1", gpu("b"), nccl=False)], r"nccl4py is missing in workers of r1,.*pip install"),
+            (Collective(), [APART[0], member("r1", nccl=False)], r"nccl4py is missing in workers of r1,"),
         ],
     )
     def test_engines_that_it_cannot_get_to_are_named(self, transport: Any, members: Sequence[MemberFacts], why: str) -> None:
         assert re.search(why, out_of_reach(transport, sender(), members) or "")
+
+    @pytest.mark.parametrize("members", [APART, [member("r0", nccl=None)]])
+    def test_a_broadcast_of_a_sender_without_nccl_is_not_begun(self, members: Sequence[MemberFacts]) -> None:
+        assert re.search(
+            r"nccl4py is missing in the sender's process,.*pip install", out_of_reach(Collective(), sender(nccl=False), members) or ""
+        )
+
+    def test_what_vllm_brings_itself_needs_no_nccl_of_ours(self) -> None:
+        for transport in (Collective(), Native("nccl")):
+            assert out_of_reach(transport, sender(nccl=False), STOCK_NCCL) is None
+        assert out_of_reach(Native("nccl"), sender(nccl=False), [member("r0", gpu("a"), nccl=False)]) is None
 
     @pytest.mark.parametrize(
         ("transport", "members"),
@@ -68,7 +81,7 @@ class TestAskedFor:
             (Native("ipc"), TOGETHER),
             (Native("ipc"), [member("r0"), member("r1", gpu(None))]),
             (Collective(), APART),
-            (Collective(), [member("r0"), member("r1", gpu(None))]),
+            (Collective(), [member("r0", nccl=None), member("r1", gpu(None))]),
             (Native("nccl"), STOCK_NCCL),
             (Native("sharded_rdt"), TOGETHER),
             (Host(), [member("r0", CPU), *TOGETHER[1:]]),
@@ -125,7 +138,7 @@ class TestOurWorkers:
             (sender(), [member("r0", MINE, gpu("a"))], "r0 share the sender's GPU and not every worker does"),
             (sender(), [*APART, member("r2", gpu("c"))], "r1 and r2 share GPU c"),
             (sender(), [member("r0", gpu("a"), gpu("a"))], "two workers of r0 share a GPU"),
-            (sender(nccl=False), APART, r"nccl4py is missing in the sender's process: pip install"),
+            (sender(nccl=False), APART, r"nccl4py is missing in the sender's process,.*: pip install"),
             (sender(), [*APART, member("r2", gpu("d"), nccl=False)], "nccl4py is missing in workers of r2"),
             (sender(), [*APART, member("r2", gpu("d"), kind="sync")], "r2 hold a synchronous LLM, for whose requests nobody can wait"),
             (sender(vllm=False), TOGETHER, "vLLM, whose CUDA IPC it would be, is missing in the sender's process"),
@@ -301,7 +314,10 @@ class TestMembers:
 
     def test_one_worker_without_nccl_is_an_engine_without(self) -> None:
         workers = (self.worker(0, gpu("a")), self.worker(1, gpu("b"), nccl=False))
-        assert not member_of(self.engine(EngineFacts(kind="async", world_size=2, backend="rws", workers=workers))).nccl
+        assert member_of(self.engine(EngineFacts(kind="async", world_size=2, backend="rws", workers=workers))).nccl is False
+
+    def test_an_engine_whose_workers_cannot_be_asked_may_have_nccl(self) -> None:
+        assert member_of(self.engine(EngineFacts(kind="async", world_size=1, backend="rws", devices=(MINE,)))).nccl is None
 
     def test_a_stock_engine_is_where_its_configuration_says(self) -> None:
         found = member_of(self.engine(EngineFacts(kind="async", world_size=1, backend="ipc", devices=(MINE,))))
