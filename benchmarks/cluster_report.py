@@ -49,7 +49,7 @@ def transports(*, directory: str = "/dev/shm", interface: str | None = None, buc
     """Every transport by the name that the benchmark gives it.
 
     Args:
-        directory: Of `ray_weightsync.Host`.
+        directory: Of `ray_weightsync.Host`, also where a broadcast is kept.
         interface: Of `ray_weightsync.Collective`.
         bucket_bytes: Of both; None for the default of each.
     """
@@ -58,7 +58,7 @@ def transports(*, directory: str = "/dev/shm", interface: str | None = None, buc
         "host": rws.Host(directory=directory, **bucket),
         "host+overlap": rws.Host(directory=directory, overlap=True, **bucket),
         "collective": rws.Collective(interface=interface, **bucket),
-        "collective+snapshot": rws.Collective(interface=interface, keep_snapshot=True, **bucket),
+        "collective+snapshot": rws.Collective(interface=interface, keep_snapshot=True, host=rws.Host(directory=directory), **bucket),
         **{f"native:{backend}": rws.Native(backend) for backend in VLLM_BACKENDS},
     }
 

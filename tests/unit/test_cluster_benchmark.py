@@ -89,7 +89,9 @@ def test_transports_take_the_options_that_are_theirs(scripts: SimpleNamespace) -
     made = scripts.report.transports(directory="$SHM", interface="eth1", bucket_bytes=8192)
     assert made["host"] == rws.Host(directory="$SHM", bucket_bytes=8192)
     assert made["host+overlap"].overlap
-    assert made["collective+snapshot"] == rws.Collective(interface="eth1", keep_snapshot=True, bucket_bytes=8192)
+    assert made["collective+snapshot"] == rws.Collective(
+        interface="eth1", keep_snapshot=True, host=rws.Host(directory="$SHM"), bucket_bytes=8192
+    )
     assert made["native:ipc"] == rws.Native("ipc")
 
 

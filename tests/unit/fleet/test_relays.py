@@ -196,7 +196,7 @@ class TestANodeFails:
 
     def test_the_only_source_that_dies_while_bytes_cross_aborts_the_round_and_the_next_one_gets_through(self) -> None:
         async def story() -> None:
-            fleet = await fleet_on("node", "other", "third", "third")
+            fleet = await fleet_on("node", "other", "other", "other")
             await fleet.send(1)
             fleet.stores.breaks = {"other": "node"}
             with pytest.raises(RoundAborted, match="store that they came from has died") as caught:

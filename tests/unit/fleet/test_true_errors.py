@@ -237,7 +237,6 @@ def test_a_live_sender_is_told_of_a_member_that_does_not_come_to_an_end() -> Non
             num_bytes=16,
             all_or_none=False,
             overlap=True,
-            live=True,
             attested=True,
             pause="keep",
             cache="recompute",
