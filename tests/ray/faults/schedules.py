@@ -80,6 +80,9 @@ class Counts:
     faults: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
 
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(self.rounds + other.rounds, self.faults + other.faults, max(self.seconds, other.seconds))
+
     def __str__(self) -> str:
         rounds = ", ".join(f"{count} {outcome}" for outcome, count in sorted(self.rounds.items()))
         faults = ", ".join(f"{count} {kind}" for kind, count in sorted(self.faults.items()))
