@@ -79,7 +79,7 @@ class WeightSync(FleetLife):
         self._sender: SnapshotSender | None = None
         self._keys: Keys = ()
         self._targets = dict(engines)
-        self._closed = False
+        self._closed = self._ended = False
 
     @property
     def engines(self) -> tuple[Any, ...]:
@@ -300,19 +300,21 @@ class WeightSync(FleetLife):
 
         A round in progress is waited for, as long as it may take.
         """
-        if self._closed:
+        if self._ended:
             return
         self._closed = True
         self._follower.close()
         if self._sender is not None:
             self._sender.close()
         if not ray.is_initialized():
+            self._ended = True
             return  # the cluster went first, and everything of ours on it: a call now would connect to another one
         timeouts = self._settings.timeouts
         try:
             for trainer in self._trainers:
                 trainer.rws_close.remote(self.name)
             self._link.end(limit_s=timeouts.commit_s + 2 * timeouts.resume_s)
+            self._ended = True  # not where it was interrupted: called again, it goes on
         finally:
             self._replacer.close()
 

@@ -197,7 +197,7 @@ class _CoordinatorActor:
         await (await self._ready()).rounds.live.call(snapshot_id, verb, payload)
 
     async def abandon(self, snapshot_id: str, why: str) -> None:
-        (await self._ready()).rounds.give_up(snapshot_id, why)
+        await (await self._ready()).rounds.give_up(snapshot_id, why)
 
     async def commit(self, snapshot_id: str, sealed: Sealed | None, holds_turn: bool) -> SyncReport:
         return await (await self._ready()).rounds.commit(snapshot_id, sealed=sealed, holds_turn=holds_turn)

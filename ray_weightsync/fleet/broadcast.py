@@ -35,12 +35,7 @@ class Broadcast(Live[Group]):
         return self.meeting.probe()
 
     def refusal(self, facts: EngineFacts) -> str | None:
-        """A synchronous LLM would keep the others waiting; workers that came since the way was chosen may be others."""
-        if facts.kind == "sync":  # it receives when it has done the requests before: the sender would have given up by then
-            return (
-                "it is a synchronous LLM, which has no pause: all others would wait for its requests in the middle of the broadcast; "
-                "hold an AsyncLLM in the actor, or choose transport='host', which makes all calls of an update in one turn"
-            )
+        """Workers that came since the way was chosen may be others."""
         if self.meeting.backend != "nccl":
             return None
         for worker in facts.workers:

@@ -65,7 +65,7 @@ class CoordinatorLink:
     def ask(self, method: str, *args: Any, limit_s: float, turns: int = 0) -> Any:
         """Call the coordinator and return its answer, raising its own errors as they are. For what may be asked twice.
 
-        Where a successor has to be waited for, that may take ``Timeouts.connect_s`` more.
+        Where the coordinator dies meanwhile, its successor is asked, and has as long again, and ``Timeouts.connect_s`` to come.
 
         Args:
             method: What is asked.
@@ -76,15 +76,15 @@ class CoordinatorLink:
         Raises:
             WeightSyncError: what the coordinator raised; or that it is gone, or did not answer in time.
         """
-        began, extended = time.monotonic(), False
+        began, allowed_s, again = time.monotonic(), limit_s, False
         while True:
             ref = self.submit(method, *args)
             try:
-                return self.wait(ref, method, limit_s=limit_s - (time.monotonic() - began), of_s=limit_s, turns=turns)
+                return self.wait(ref, method, limit_s=allowed_s - (time.monotonic() - began), of_s=allowed_s, turns=turns)
             except CoordinatorLost as lost:
-                if not extended:
-                    extended, limit_s = True, limit_s + self._timeouts.connect_s
-                self._wait_for_another(method, lost, began, limit_s)
+                if not again:  # what it was waited for until now may have been a turn, which is over
+                    again, allowed_s = True, time.monotonic() - began + limit_s + self._timeouts.connect_s
+                self._wait_for_another(method, lost, began, allowed_s)
 
     def reach(self) -> None:
         """Wait until a coordinator answers, before it is asked for what must not be asked twice.

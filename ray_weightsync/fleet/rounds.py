@@ -168,9 +168,9 @@ class Rounds:
             if not keep_turn:
                 self._parts.end_turn(snapshot_id)
 
-    def give_up(self, snapshot_id: str, why: str) -> None:
-        """`abandon` for a sender, who is not to wait for engines: its turn ends, and its slot is freed, when they have answered."""
-        self._parts.spawn(self.abandon(snapshot_id, why))
+    async def give_up(self, snapshot_id: str, why: str) -> None:
+        """`abandon` for a sender, who is not to wait for engines that hang: when they have answered, turn and slot are free."""
+        await asyncio.wait({self._parts.spawn(self.abandon(snapshot_id, why))}, timeout=self._timeouts.status_s)
 
     async def abandon(self, snapshot_id: str, why: str) -> None:
         """The sender gives the snapshot up; nothing is committed. Idempotent."""

@@ -77,6 +77,12 @@ def refused(replicas: Sequence[Replica], settings: Settings) -> tuple[tuple[str,
         why = f"after_start='all_or_none' takes engines back to the version before; on vLLM's own backend {', '.join(stock)} cannot be"
         return stock, why, f"FailurePolicy(after_start='quarantine'); or, of each: {OUR_ARGS}"
     sync = tuple(name for name, each in facts.items() if each.kind == "sync")
+    if sync and isinstance(settings.transport, Collective):
+        why = (
+            f"A broadcast has sender and engines at once, and {', '.join(sync)} hold a synchronous LLM, which does the requests before it "
+            "first: the others would have given up by then"
+        )
+        return sync, why, "hold an AsyncLLM in the actor, or choose transport='host' or 'auto'"
     if sync and settings.on_failure.after_start == "all_or_none":
         why = (
             f"after_start='all_or_none' lets nobody serve a version before all are attested; {', '.join(sync)} hold a synchronous LLM, "

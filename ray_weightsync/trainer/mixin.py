@@ -39,9 +39,8 @@ class TrainerMixin:
 
     def rws_close(self, session: str) -> None:
         """Called by the session when it closes: unmap its slots."""
-        sender = self.__dict__.get("_rws_senders", {}).pop(session, None)
-        if sender is not None:
-            sender.close()
+        if (known := self.__dict__.get("_rws_senders", {}).pop(session, None)) is not None:
+            known[1].close()
 
     def _rws_source(self) -> Any:
         try:
@@ -57,12 +56,12 @@ class TrainerMixin:
             ) from error
 
     def _rws_sender(self, session: str, coordinator: ActorHandle[Any], settings: Settings) -> SnapshotSender:
-        senders: dict[str, SnapshotSender] = self.__dict__.setdefault("_rws_senders", {})
-        made_for: dict[str, object] = self.__dict__.setdefault("_rws_made_for", {})
+        senders: dict[str, tuple[object, SnapshotSender]] = self.__dict__.setdefault("_rws_senders", {})
+        made_for = coordinator, settings
         # An earlier session of this name, whose driver was killed, never said that it is over.
-        if session in senders and made_for[session] != (coordinator, settings):
+        if session in senders and senders[session][0] != made_for:
             self.rws_close(session)
         if session not in senders:
             link = CoordinatorLink(session, coordinator, timeouts=settings.timeouts)
-            senders[session], made_for[session] = SnapshotSender(session, link, settings=settings), (coordinator, settings)
-        return senders[session]
+            senders[session] = made_for, SnapshotSender(session, link, settings=settings)
+        return senders[session][1]

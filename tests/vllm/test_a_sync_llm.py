@@ -132,13 +132,10 @@ def test_requests_queued_around_the_update_are_answered_by_whole_weights_under_t
         assert tokens == right[version][number]
 
 
-def test_a_broadcast_and_a_round_for_all_or_none_are_refused_and_touch_nothing(own_engine: Any, pairs_a: Pairs) -> None:
+def test_a_broadcast_and_a_round_for_all_or_none_are_refused_and_touch_nothing(own_engine: Any) -> None:
     ref, before = rws.EngineRef(own_engine, attr="llm"), ray.get(own_engine.version.remote(), timeout=CALL_LIMIT_S)
-    transport = rws.Collective(bucket_bytes=1 << 18, interface="lo")
-    with rws.WeightSync.attach([ref], transport=transport, on_failure=LEFT_FENCED) as sync:
-        with pytest.raises(rws.RoundAborted, match="synchronous LLM") as caught:
-            sync.send_weights(pairs_a, version="a")
-        assert caught.value.phase == "preflight"
+    with pytest.raises(rws.AttachError, match=r"(?s)synchronous LLM.*transport='host'"):
+        rws.WeightSync.attach([ref], transport="collective")
     with pytest.raises(rws.AttachError, match="synchronous LLM"):
         rws.WeightSync.attach([ref], transport="host", on_failure=rws.FailurePolicy(after_start="all_or_none"))
     assert ray.get(own_engine.version.remote(), timeout=CALL_LIMIT_S) == before

@@ -15,13 +15,12 @@ from tests.unit.fleet.test_rounds import run
 
 def test_a_sender_that_gives_up_does_not_wait_for_engines_and_the_next_one_does() -> None:
     async def story() -> None:
-        fleet = await FakeFleet(2, timeouts=Timeouts()).attach()
+        fleet = await FakeFleet(2, timeouts=Timeouts(status_s=0.05)).attach()
         gate = fleet.engines[0].gate("see")
         ticket = await fleet.open(1)
         await fleet.engines[0].reached["see"].wait()
         rounds = fleet.coordinator.rounds
-        rounds.give_up(ticket.snapshot, "its source failed")
-        await asyncio.sleep(0)
+        await asyncio.wait_for(rounds.give_up(ticket.snapshot, "its source failed"), 5)
         with pytest.raises(RoundAborted, match="given up"):
             await rounds.commit(ticket.snapshot, sealed=sealed("d"), holds_turn=True)
         following = asyncio.create_task(fleet.send(2))
@@ -32,6 +31,17 @@ def test_a_sender_that_gives_up_does_not_wait_for_engines_and_the_next_one_does(
         gate.set()
         assert (await following).committed == ("r0", "r1")
         assert ticket.snapshot not in fleet.stores.open
+
+    run(story)
+
+
+def test_when_a_sender_that_gave_up_is_told_so_the_turn_is_free_unless_an_engine_hangs() -> None:
+    async def story() -> None:
+        fleet = await FakeFleet(2, timeouts=Timeouts()).attach()
+        ticket = await fleet.open(1)
+        await fleet.coordinator.rounds.give_up(ticket.snapshot, "its source failed")
+        assert fleet.coordinator._parts.turn.holder is None
+        assert "writing" not in fleet.stores.open.values()
 
     run(story)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError
 
 from ray_weightsync.config import Timeouts
 from ray_weightsync.errors import WeightSyncError
@@ -19,18 +19,23 @@ class Coordinator:
     Attributes:
         turns_s: What it says that a turn may take, asked again and again.
         answers_at: When the one call that is not for that is answered, in seconds.
+        dies_at: When it dies with the calls that it was given until then; its successor answers.
         killed_at: When it was killed.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *turns_s: float, answers_at: float, interrupted: bool = False) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, *turns_s: float, answers_at: float, interrupted: bool = False, dies_at: float | None = None
+    ) -> None:
         self.turns_s = list(turns_s)
         self.answers_at = answers_at
         self.interrupted = interrupted
+        self.dies_at = dies_at
         self.now = 0.0
         self.killed_at: float | None = None
         monkeypatch.setattr(module.ray, "get", self._get)
         monkeypatch.setattr(module.ray, "kill", self._kill)
         monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(module.time, "sleep", lambda seconds: None)
 
     def __getattr__(self, name: str) -> Any:
         return type("Method", (), {"remote": staticmethod(lambda *args: name)})
@@ -38,6 +43,9 @@ class Coordinator:
     def _get(self, ref: str, *, timeout: float) -> Any:
         if ref == "longest_turn_s":
             return self.turns_s.pop(0) if len(self.turns_s) > 1 else self.turns_s[0]
+        if self.dies_at is not None and self.now + timeout >= self.dies_at:
+            self.now, self.dies_at = self.dies_at, None
+            raise ActorUnavailableError("restarting", None)
         self.now = min(self.now + timeout, self.answers_at)
         if self.now < self.answers_at:
             raise GetTimeoutError("not yet")
@@ -77,6 +85,14 @@ def test_what_waits_for_no_turn_has_its_own_limit_alone(monkeypatch: pytest.Monk
     with pytest.raises(WeightSyncError, match="did not answer"):
         link_to(coordinator).ask("status", limit_s=10)
     assert coordinator.now == 10
+
+
+@pytest.mark.parametrize("dies_at", [5, 300, 900])
+def test_a_coordinator_that_dies_in_a_turn_that_was_waited_for_gives_way_to_a_successor(
+    monkeypatch: pytest.MonkeyPatch, dies_at: float
+) -> None:
+    coordinator = Coordinator(monkeypatch, 1000, answers_at=dies_at + 50, dies_at=dies_at)
+    assert link_to(coordinator).ask("remove", limit_s=10, turns=1) == "done"
 
 
 def test_a_coordinator_is_not_killed_in_the_middle_of_a_round_that_may_still_take_time(monkeypatch: pytest.MonkeyPatch) -> None:
