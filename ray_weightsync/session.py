@@ -242,7 +242,7 @@ class WeightSync(FleetLife):
         """Seal a snapshot of the weights as they are now; when this returns, the trainer may go on. No engine is paused.
 
         Raises:
-            ConfigError, RoundAborted: as of `send_weights`.
+            ConfigError, RoundAborted, FleetTorn: as of `send_weights`.
         """
         if self._trainers:
             staged: StagedWeights = self._through_trainer("stage", source, version, busy)

@@ -37,7 +37,7 @@ class LiveRounds:
         """Whom a sender that made an offer is to expect, as soon as all of them are about to start; None if nobody.
 
         Raises:
-            RoundAborted: if the round ends before.
+            RoundAborted, FleetTorn: if the round ends before.
         """
         members: Group | NativeMembers | None = await self._of(snapshot_id).members()
         return members
@@ -46,7 +46,7 @@ class LiveRounds:
         """Why a sender that made an offer is to stop, as soon as that is so; None if all was received.
 
         Raises:
-            RoundAborted: if there is no such round.
+            RoundAborted, FleetTorn: if there is no such round.
         """
         return await self._of(snapshot_id).ended()
 
@@ -54,7 +54,7 @@ class LiveRounds:
         """Have every member carry out a verb of the protocol; see `Relay.call`.
 
         Raises:
-            RoundAborted: if there is no such round, or it does not go on.
+            RoundAborted, FleetTorn: if there is no such round, or it does not go on.
             ConfigError: for a call that no round can carry out.
         """
         relay = self._of(snapshot_id)

@@ -90,7 +90,7 @@ class SnapshotSender:
         """How this round goes. The coordinator, which knows the engines, is asked unless it can only be by host memory.
 
         Raises:
-            RoundAborted: if no transport reaches the engines, or not the one that was asked for.
+            RoundAborted, FleetTorn: if no transport reaches the engines, or not the one that was asked for.
         """
         asked = self._settings.way
         if asked is not None and isinstance(asked.transport, Host):

@@ -33,10 +33,15 @@ def has_nccl() -> bool:
     if not is_installed("nccl"):
         return False
     try:
-        libnccl = importlib.import_module("nccl.core").get_version().libnccl
-        if libnccl is None:
+        core = importlib.import_module("nccl.core")
+        try:
+            libnccl = core.get_version().libnccl
+            release = None if libnccl is None else libnccl.version.release
+        except AttributeError:  # a release that tells it in another way is no reason to do without
+            return True
+        if release is None:
             why = "it finds no libnccl"
-        elif libnccl.version.release < LEAST_NCCL:
+        elif release < LEAST_NCCL:
             why = f"it finds libnccl {libnccl}, and needs {'.'.join(map(str, LEAST_NCCL))} or later"
         else:
             return True

@@ -80,6 +80,10 @@ class TestNccl:
         assert asked == ["version"]
         assert not caplog.records
 
+    def test_a_release_that_tells_its_version_in_another_way_is_used(self, install: Callable[[Any], None]) -> None:
+        install("2.30.4")
+        assert has_nccl()
+
     @pytest.mark.parametrize(
         ("libnccl", "why"),
         [
