@@ -56,6 +56,22 @@ def test_a_closed_session_leaves_no_claim_and_the_next_adopts_what_serves(start_
         assert len(sync.serving()) == 2
 
 
+def test_a_close_that_was_interrupted_is_gone_on_with_when_it_is_called_again(
+    start_fleet: StartFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    fleet = start_fleet(1)
+    with monkeypatch.context() as patched:
+        patched.setattr(fleet.sync._link, "end", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            fleet.sync.close()
+    fleet.sync.close()
+    assert claimed_by(fleet.sync.name) == 0
+    rws.WeightSync.attach(fleet.engines, name=fleet.sync.name).close()
+
+
 def test_an_engine_is_one_whichever_way_it_is_reached(start_fleet: StartFleet) -> None:
     engine = rws.TorchEngine.options(name=(known := name())).remote(make_module)
     fleet = start_fleet(1, engines=[engine])
