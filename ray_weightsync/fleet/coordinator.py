@@ -176,8 +176,10 @@ class Coordinator:
         """
         require_servable(replicas, self._parts.settings, phase="attach")
         limit_s = self._timeouts.attach_s + (self._timeouts.round_s(0) if hand_over is not None else 0.0)
-        waited = await self._parts.claims.claim(replicas, limit_s=limit_s, hand_over=hand_over)
-        self._others_turn_s = 0.0
+        try:
+            waited = await self._parts.claims.claim(replicas, limit_s=limit_s, hand_over=hand_over)
+        finally:
+            self._others_turn_s = 0.0
         try:
             if waited:  # whoever had them may have changed them since they were inspected
                 await takeover.look_again(replicas, self._timeouts)
@@ -207,8 +209,8 @@ class Coordinator:
         return max(self._parts.longest_turn_s, self._others_turn_s) + (self._recovery.limit_s if settling else 0.0)
 
     def waits_for_turn(self, turn_s: float) -> None:
-        """Engines are handed over when another session's turn ends, which may take this long."""
-        self._others_turn_s = max(self._others_turn_s, turn_s)
+        """Engines are handed over when another session's turn ends, which may take this long; sessions are asked one after the other."""
+        self._others_turn_s += turn_s
 
     async def hand_over(self, identities: Sequence[str], *, to: str, limit_s: float) -> None:
         """Let another session have engines of this one; see `ray_weightsync.fleet.takeover`."""

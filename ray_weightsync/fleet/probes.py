@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 from collections.abc import Mapping
 
 from ray_weightsync.config import tombstone
@@ -15,14 +16,17 @@ from ray_weightsync.fleet.steps import StepFailed, Timeline
 from ray_weightsync.fleet.verdicts import verdict
 from ray_weightsync.report import ReplicaReport, SyncReport
 
+logger = logging.getLogger(__name__)
+
 PHASE = "probe"
 
 
 async def refuse(parts: Parts, report: SyncReport, complaints: Mapping[str, str]) -> SyncReport:
     """Fence the replicas that the probe complained of, by id, and say what holds now.
 
-    They are out of the serving set at once, and fenced when the round in progress has ended. A replica that holds another version by then
-    is left alone: what was probed is not served any more. Asked again, by a caller who lost the answer, it answers the same.
+    They are out of the serving set at once, and fenced when the round in progress has ended, however long the caller waits for that. A
+    replica that holds another version by then is left alone: what was probed is not served any more. Asked again, by a caller who lost
+    the answer, it answers the same.
 
     Returns:
         The report, amended; only if nobody had to be fenced, or ``min_serving`` replicas still serve the version.
@@ -30,18 +34,14 @@ async def refuse(parts: Parts, report: SyncReport, complaints: Mapping[str, str]
     Raises:
         ReplicasLost, FleetTorn: as a round would; also if the round in progress does not end.
     """
-    holder = f"probe of {report.round_id}"
     for replica in _holding(parts, report, complaints):
-        replica.doubted = True
+        replica.doubted = str(report.version)
     parts.roster.changed()
     try:
-        await parts.turn.take(holder, busy="wait", limit_s=parts.longest_turn_s)
+        await _fence_in_turn(parts, report, complaints)
     except (RoundAborted, FleetTorn) as late:
+        parts.spawn(_fence_at_last(parts, report, complaints))
         return _not_fenced(parts, report, complaints, late)
-    try:
-        await asyncio.gather(*(_fence(parts, each, complaints[each.id], report.round_id) for each in _holding(parts, report, complaints)))
-    finally:
-        parts.end_turn(holder)
     refused = [replica for replica in _named(parts, complaints) if _is_refused(replica, report.round_id)]
     amended, error = _told(parts, report, refused, complaints)
     if error is not None:
@@ -63,6 +63,29 @@ def _is_refused(replica: Replica, round_id: str) -> bool:
     return not replica.whole and (replica.refused_in == round_id or replica.engine.facts.version == tombstone(round_id))
 
 
+async def _fence_in_turn(parts: Parts, report: SyncReport, complaints: Mapping[str, str]) -> None:
+    """Fence those who hold what was refused when the turn is free.
+
+    Raises:
+        RoundAborted, FleetTorn: if the round in progress does not end.
+    """
+    holder = f"probe of {report.round_id}"
+    await parts.turn.take(holder, busy="wait", limit_s=parts.longest_turn_s)
+    try:
+        await asyncio.gather(*(_fence(parts, each, complaints[each.id], report.round_id) for each in _holding(parts, report, complaints)))
+    finally:
+        parts.end_turn(holder)
+
+
+async def _fence_at_last(parts: Parts, report: SyncReport, complaints: Mapping[str, str]) -> None:
+    """Fence them when the turn is free at last; the caller has been told that it will be done."""
+    while any(replica.doubted for replica in _holding(parts, report, complaints)):
+        try:
+            return await _fence_in_turn(parts, report, complaints)
+        except (RoundAborted, FleetTorn) as late:
+            logger.warning("what the probe of version %s refused is not fenced yet: %s", report.version, late)
+
+
 async def _fence(parts: Parts, replica: Replica, complaint: str, round_id: str) -> None:
     timeouts = parts.timeouts
     failed = StepFailed.refused(PHASE, complaint, timeouts.attest_s)
@@ -74,11 +97,12 @@ async def _fence(parts: Parts, replica: Replica, complaint: str, round_id: str) 
 
 
 def _not_fenced(parts: Parts, report: SyncReport, complaints: Mapping[str, str], late: WeightSyncError) -> SyncReport:
-    """What holds if the turn was not to be had: nobody is sent to whom the probe refused, and none of them was touched."""
+    """What holds if the turn was not to be had yet: nobody is sent to whom the probe refused, and none of them was touched."""
     doubted = [replica for replica in _holding(parts, report, complaints) if replica.doubted]
     amended, error = _told(parts, report, doubted, complaints)
     names = ", ".join(replica.id for replica in doubted)
     what = f"{names}: out of the serving set, but neither paused nor marked, since a round is still in progress"
+    what += "; fenced as soon as it ends, unless it brings another version"
     if error is None:
         return dataclasses.replace(amended, notes=(*amended.notes, what)) if doubted else amended
     serving = ", ".join(_serving(parts, report))
@@ -89,7 +113,7 @@ def _not_fenced(parts: Parts, report: SyncReport, complaints: Mapping[str, str],
         elapsed_s=late.elapsed_s,
         limit_s=late.limit_s,
         engine_message=error.engine_message,
-        hint=f"see status() for the round; the next version, or heal(), brings what is out back: {names}",
+        hint=f"see status() for the round; the next version brings back what is out: {names}",
         report=amended,
     ) from late
 

@@ -44,7 +44,8 @@ class Replica:
         holds_end: Its workers keep what a trainer engine of vLLM's had set up in them.
         served: It was SERVING when the round in progress passed *start*; a router may go on sending (requests queue).
         leaving: Its removal was asked for: no new requests, no further round.
-        doubted: The user's own probe refused its outputs, and it is not fenced yet, since a round is in progress: no new requests.
+        doubted: The label at which the user's own probe refused its outputs, if it is not fenced yet, since a round is in progress: no
+            new requests until it is brought another one.
         owner_paused: Its owner had paused it before this session first touched it, and finds it so afterwards.
         fenced_by_us: Its pause is this session's (or a dead session's, by its tombstone) and ends with its next commit.
         plans: Digests of the plans that its preflight accepted, for its present incarnation.
@@ -70,7 +71,7 @@ class Replica:
     holds_end: bool = False
     served: bool = False
     leaving: bool = False
-    doubted: bool = False
+    doubted: str | None = None
     owner_paused: bool = False
     fenced_by_us: bool = False
     plans: set[str] = field(default_factory=set)
@@ -121,8 +122,8 @@ class Replica:
         before, self.state = self.state, move(self.state, event)
         if event is ReplicaEvent.START:
             self.served = before is ReplicaState.SERVING or (before is ReplicaState.UPDATING and self.served)
-        if event in (ReplicaEvent.COMMIT, ReplicaEvent.FAIL):
-            self.doubted = False  # of what it holds no longer, or fenced for good
+        if event is ReplicaEvent.FAIL:
+            self.doubted = None  # it is fenced
         if event in (ReplicaEvent.START, ReplicaEvent.FAIL):
             self.brought = self.attested = False
         if event is ReplicaEvent.COMMIT:
@@ -131,6 +132,13 @@ class Replica:
         self.error = error if event in (ReplicaEvent.FAIL, ReplicaEvent.RETIRE) else None
         if before is not self.state:
             logger.info("%s: %s -> %s%s", self.id, before.value, self.state.value, f" ({error})" if error else "")
+
+    def hold(self, label: str, *, attested: bool) -> None:
+        """A round of this session brought it this version, all of it."""
+        self.happen(ReplicaEvent.COMMIT)
+        self.version, self.brought, self.attested, self.fenced_by_us = label, True, attested, False
+        if label != self.doubted:  # a roll-back brings again what the probe has refused
+            self.doubted = None
 
     def lose_weights(self, why: str) -> None:
         """It holds no version that may be served, and is kept from serving until this session has brought it one."""
