@@ -21,7 +21,7 @@ from ray_weightsync.fleet.health import Health, IsGone, actor_is_gone
 from ray_weightsync.fleet.journal import Record
 from ray_weightsync.fleet.membership import Membership
 from ray_weightsync.fleet.parts import Parts
-from ray_weightsync.fleet.probes import refuse
+from ray_weightsync.fleet.probes import fence_doubted, refuse
 from ray_weightsync.fleet.reaching import Reach
 from ray_weightsync.fleet.recovery import Recovery
 from ray_weightsync.fleet.repair import Repair
@@ -96,8 +96,12 @@ class Coordinator:
             Exception: if it could not be done; everybody who asks is told.
         """
         if self._recovering is None:
-            self._recovering = asyncio.get_running_loop().create_task(self._recovery.run())
+            self._recovering = asyncio.get_running_loop().create_task(self._recover())
         await asyncio.shield(self._recovering)
+
+    async def _recover(self) -> None:
+        await self._recovery.run()
+        self._parts.spawn(fence_doubted(self._parts))  # which the coordinator before had promised
 
     async def recovered(self) -> None:
         """Wait until `recover` is done.

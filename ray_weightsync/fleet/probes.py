@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import uuid
 from collections.abc import Mapping
 
 from ray_weightsync.config import tombstone
 from ray_weightsync.errors import FleetTorn, RoundAborted, WeightSyncError
 from ray_weightsync.fleet.fence import fence_engine
 from ray_weightsync.fleet.parts import Parts
-from ray_weightsync.fleet.replica import Replica
+from ray_weightsync.fleet.replica import Doubt, Replica
 from ray_weightsync.fleet.steps import StepFailed, Timeline
 from ray_weightsync.fleet.verdicts import verdict
 from ray_weightsync.report import ReplicaReport, SyncReport
@@ -35,12 +36,12 @@ async def refuse(parts: Parts, report: SyncReport, complaints: Mapping[str, str]
         ReplicasLost, FleetTorn: as a round would; also if the round in progress does not end.
     """
     for replica in _holding(parts, report, complaints):
-        replica.doubted = str(report.version)
+        replica.doubted = Doubt(str(report.version), report.round_id, complaints[replica.id])
     parts.roster.changed()
     try:
-        await _fence_in_turn(parts, report, complaints)
+        await _fence_in_turn(parts)
     except (RoundAborted, FleetTorn) as late:
-        parts.spawn(_fence_at_last(parts, report, complaints))
+        parts.spawn(fence_doubted(parts))
         return _not_fenced(parts, report, complaints, late)
     refused = [replica for replica in _named(parts, complaints) if _is_refused(replica, report.round_id)]
     amended, error = _told(parts, report, refused, complaints)
@@ -63,37 +64,41 @@ def _is_refused(replica: Replica, round_id: str) -> bool:
     return not replica.whole and (replica.refused_in == round_id or replica.engine.facts.version == tombstone(round_id))
 
 
-async def _fence_in_turn(parts: Parts, report: SyncReport, complaints: Mapping[str, str]) -> None:
-    """Fence those who hold what was refused when the turn is free.
+async def fence_doubted(parts: Parts) -> None:
+    """Fence whom a probe has refused, when the turn is free at last; who asked for it does not wait any more."""
+    while any(replica.doubted for replica in parts.roster.members):
+        try:
+            await _fence_in_turn(parts)
+        except (RoundAborted, FleetTorn) as late:
+            logger.warning("what a probe refused is not fenced yet: %s", late)
+
+
+async def _fence_in_turn(parts: Parts) -> None:
+    """Fence everybody whom a probe has refused when the turn is free.
 
     Raises:
         RoundAborted, FleetTorn: if the round in progress does not end.
     """
-    holder = f"probe of {report.round_id}"
+    holder = f"probe-{uuid.uuid4().hex}"
     await parts.turn.take(holder, busy="wait", limit_s=parts.longest_turn_s)
     try:
-        await asyncio.gather(*(_fence(parts, each, complaints[each.id], report.round_id) for each in _holding(parts, report, complaints)))
+        doubts = [(replica, replica.doubted) for replica in parts.roster.members if replica.doubted is not None]
+        await asyncio.gather(*(_fence(parts, replica, doubt) for replica, doubt in doubts))
     finally:
         parts.end_turn(holder)
 
 
-async def _fence_at_last(parts: Parts, report: SyncReport, complaints: Mapping[str, str]) -> None:
-    """Fence them when the turn is free at last; the caller has been told that it will be done."""
-    while any(replica.doubted for replica in _holding(parts, report, complaints)):
-        try:
-            return await _fence_in_turn(parts, report, complaints)
-        except (RoundAborted, FleetTorn) as late:
-            logger.warning("what the probe of version %s refused is not fenced yet: %s", report.version, late)
-
-
-async def _fence(parts: Parts, replica: Replica, complaint: str, round_id: str) -> None:
-    timeouts = parts.timeouts
-    failed = StepFailed.refused(PHASE, complaint, timeouts.attest_s)
-    replica.lose_weights(str(failed))
-    replica.refused_in = round_id
+async def _fence(parts: Parts, replica: Replica, doubt: Doubt) -> None:
+    timeouts, is_whole = parts.timeouts, replica.whole
+    replica.doubted = None
+    if is_whole:
+        replica.lose_weights(str(StepFailed.refused(PHASE, doubt.complaint, timeouts.attest_s)))
+    if is_whole or parts.roster.label == doubt.label:  # one that is fenced already is not to be healed to what was refused
+        replica.refused_in = doubt.round_id
     parts.roster.changed()
-    release = parts.settings.on_failure.release_requests
-    await fence_engine(replica, tombstone(round_id), limit_s=timeouts.resume_s, release=release, timeline=Timeline())
+    if is_whole:
+        release = parts.settings.on_failure.release_requests
+        await fence_engine(replica, tombstone(doubt.round_id), limit_s=timeouts.resume_s, release=release, timeline=Timeline())
 
 
 def _not_fenced(parts: Parts, report: SyncReport, complaints: Mapping[str, str], late: WeightSyncError) -> SyncReport:

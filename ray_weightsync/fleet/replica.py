@@ -30,6 +30,21 @@ class Left(StrEnum):
     """A call of it failed, was not answered, or is known of by nobody."""
 
 
+@dataclass(frozen=True)
+class Doubt:
+    """The user's own probe refused a replica's outputs.
+
+    Attributes:
+        label: The version that it holds.
+        round_id: The round that brought it.
+        complaint: What the probe said.
+    """
+
+    label: str
+    round_id: str
+    complaint: str
+
+
 @dataclass(eq=False)
 class Replica:
     """A fleet member. Owned by the coordinator, changed on its event loop only.
@@ -44,8 +59,7 @@ class Replica:
         holds_end: Its workers keep what a trainer engine of vLLM's had set up in them.
         served: It was SERVING when the round in progress passed *start*; a router may go on sending (requests queue).
         leaving: Its removal was asked for: no new requests, no further round.
-        doubted: The label at which the user's own probe refused its outputs, if it is not fenced yet, since a round is in progress: no
-            new requests until it is brought another one.
+        doubted: Why it is to be fenced when the round in progress has ended. No new requests until it is brought another version.
         owner_paused: Its owner had paused it before this session first touched it, and finds it so afterwards.
         fenced_by_us: Its pause is this session's (or a dead session's, by its tombstone) and ends with its next commit.
         plans: Digests of the plans that its preflight accepted, for its present incarnation.
@@ -71,7 +85,7 @@ class Replica:
     holds_end: bool = False
     served: bool = False
     leaving: bool = False
-    doubted: str | None = None
+    doubted: Doubt | None = None
     owner_paused: bool = False
     fenced_by_us: bool = False
     plans: set[str] = field(default_factory=set)
@@ -122,8 +136,6 @@ class Replica:
         before, self.state = self.state, move(self.state, event)
         if event is ReplicaEvent.START:
             self.served = before is ReplicaState.SERVING or (before is ReplicaState.UPDATING and self.served)
-        if event is ReplicaEvent.FAIL:
-            self.doubted = None  # it is fenced
         if event in (ReplicaEvent.START, ReplicaEvent.FAIL):
             self.brought = self.attested = False
         if event is ReplicaEvent.COMMIT:
@@ -137,7 +149,7 @@ class Replica:
         """A round of this session brought it this version, all of it."""
         self.happen(ReplicaEvent.COMMIT)
         self.version, self.brought, self.attested, self.fenced_by_us = label, True, attested, False
-        if label != self.doubted:  # a roll-back brings again what the probe has refused
+        if self.doubted is not None and self.doubted.label != label:  # a roll-back brings again what the probe has refused
             self.doubted = None
 
     def lose_weights(self, why: str) -> None:
@@ -159,7 +171,7 @@ class Replica:
         self.brought = self.attested = False
         self.left, self.holds_end = Left.NOTHING, False
         self.fenced_by_us = False
-        self.refused_in = None
+        self.doubted = self.refused_in = None
         self.asleep_tags = set()
 
     def left_unanswered(self, call: asyncio.Future[Any]) -> None:

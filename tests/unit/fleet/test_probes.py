@@ -174,12 +174,13 @@ def test_when_that_round_ends_only_after_its_caller_was_told_they_are_fenced_all
     run(story)
 
 
-def test_a_round_that_is_taken_back_sends_nobody_to_whom_the_probe_refused() -> None:
+@pytest.mark.parametrize("fails", [0, 1])
+def test_a_round_that_is_taken_back_sends_nobody_to_whom_the_probe_refused(fails: int) -> None:
     async def story() -> None:
         fleet, _, round_id, refusing = await refused_during_a_round(on_failure=FailurePolicy(after_start="all_or_none"))
         roster, served = fleet.coordinator._roster, []
         note, roster.on_change = roster.on_change, lambda: served.append(roster.status().serving)
-        fleet.engines[1].faults["update"] = "raise"
+        fleet.engines[fails].faults["update"] = "raise"
         with pytest.raises(RoundAborted, match="taken back from all"):
             await fleet.coordinator.rounds.commit(round_id, sealed=sealed("2"), holds_turn=True)
         roster.on_change = note
@@ -187,5 +188,46 @@ def test_a_round_that_is_taken_back_sends_nobody_to_whom_the_probe_refused() -> 
             await refusing
         assert ("r1",) in served
         assert not any("r0" in each for each in served)
+
+    run(story)
+
+
+def test_who_is_torn_by_a_round_that_brings_the_others_another_version_is_healed_to_that_one() -> None:
+    async def story() -> None:
+        fleet, _, round_id, refusing = await refused_during_a_round()
+        fleet.engines[0].faults["update"] = "raise"
+        with pytest.raises(ReplicasLost):
+            await fleet.coordinator.rounds.commit(round_id, sealed=sealed("2"), holds_turn=True)
+        assert (await refusing).notes
+        await fleet.coordinator.repair.heal_unasked()
+        assert fleet.coordinator.status().serving == ("r0", "r1")
+
+    run(story)
+
+
+def test_who_could_not_be_put_back_to_what_the_probe_refused_is_healed_to_it_only_if_asked() -> None:
+    async def story() -> None:
+        fleet, _, round_id, refusing = await refused_during_a_round(on_failure=FailurePolicy(after_start="all_or_none"))
+        fleet.engines[0].faults = {"update": "raise", "resume": "raise"}
+        with pytest.raises(RoundAborted, match="r0, which could not be put back"):
+            await fleet.coordinator.rounds.commit(round_id, sealed=sealed("2"), holds_turn=True)
+        with pytest.raises(ReplicasLost, match="serves on r1"):
+            await refusing
+        await fleet.coordinator.repair.heal_unasked()
+        assert fleet.coordinator.status().serving == ("r1",)
+        assert (await fleet.coordinator.repair.heal()).committed == ("r0",)
+        assert fleet.coordinator.status().serving == ("r0", "r1")
+
+    run(story)
+
+
+def test_a_successor_fences_whom_its_predecessor_was_to_fence() -> None:
+    async def story() -> None:
+        fleet, report, _, _ = await refused_during_a_round()
+        await fleet.coordinator.chronicle.write()
+        coordinator = await fleet.succeed()
+        await coordinator._parts.turn.take("after", busy="wait", limit_s=1)
+        assert coordinator.status().serving == ("r1",)
+        assert fleet.engines[0].version == f"!rws:{report.round_id}"
 
     run(story)
