@@ -248,9 +248,7 @@ class Bring:
             calls.extend(resumption(self.spec, member))
         await self._chain(member, calls[0].phase if calls else "commit", calls)
         member.resumed_at = time.monotonic()
-        replica.happen(ReplicaEvent.COMMIT)
-        replica.version, replica.brought, replica.fenced_by_us = self.spec.label, True, False
-        replica.attested = self.spec.attested and not replica.engine.facts.is_stock
+        replica.hold(self.spec.label, attested=self.spec.attested and not replica.engine.facts.is_stock)
 
     # --- plumbing -----------------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from ray_weightsync.fleet.health import Health, IsGone, actor_is_gone
 from ray_weightsync.fleet.journal import Record
 from ray_weightsync.fleet.membership import Membership
 from ray_weightsync.fleet.parts import Parts
-from ray_weightsync.fleet.probes import refuse
+from ray_weightsync.fleet.probes import fence_doubted, refuse
 from ray_weightsync.fleet.reaching import Reach
 from ray_weightsync.fleet.recovery import Recovery
 from ray_weightsync.fleet.repair import Repair
@@ -96,8 +96,12 @@ class Coordinator:
             Exception: if it could not be done; everybody who asks is told.
         """
         if self._recovering is None:
-            self._recovering = asyncio.get_running_loop().create_task(self._recovery.run())
+            self._recovering = asyncio.get_running_loop().create_task(self._recover())
         await asyncio.shield(self._recovering)
+
+    async def _recover(self) -> None:
+        await self._recovery.run()
+        self._parts.spawn(fence_doubted(self._parts))  # which the coordinator before had promised
 
     async def recovered(self) -> None:
         """Wait until `recover` is done.
@@ -176,8 +180,10 @@ class Coordinator:
         """
         require_servable(replicas, self._parts.settings, phase="attach")
         limit_s = self._timeouts.attach_s + (self._timeouts.round_s(0) if hand_over is not None else 0.0)
-        waited = await self._parts.claims.claim(replicas, limit_s=limit_s, hand_over=hand_over)
-        self._others_turn_s = 0.0
+        try:
+            waited = await self._parts.claims.claim(replicas, limit_s=limit_s, hand_over=hand_over)
+        finally:
+            self._others_turn_s = 0.0
         try:
             if waited:  # whoever had them may have changed them since they were inspected
                 await takeover.look_again(replicas, self._timeouts)
@@ -207,8 +213,8 @@ class Coordinator:
         return max(self._parts.longest_turn_s, self._others_turn_s) + (self._recovery.limit_s if settling else 0.0)
 
     def waits_for_turn(self, turn_s: float) -> None:
-        """Engines are handed over when another session's turn ends, which may take this long."""
-        self._others_turn_s = max(self._others_turn_s, turn_s)
+        """Engines are handed over when another session's turn ends, which may take this long; sessions are asked one after the other."""
+        self._others_turn_s += turn_s
 
     async def hand_over(self, identities: Sequence[str], *, to: str, limit_s: float) -> None:
         """Let another session have engines of this one; see `ray_weightsync.fleet.takeover`."""

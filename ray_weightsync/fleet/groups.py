@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 from ray import ObjectRef
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -133,8 +133,11 @@ def nodes_of(groups: Sequence[PlacementGroup]) -> dict[tuple[int, int], str]:
     }
 
 
-def moved_to(node_id: str, where: Located, group: PlacementGroup) -> Located:
-    """``where``, a bundle of ``group``, on the node that Ray has put it on since; without GPUs if somebody there has them already."""
+def moved_to(node_id: str, where: Located, group: PlacementGroup) -> Located | None:
+    """``where``, a bundle of ``group``, on the node that Ray has put it on since; without GPUs if somebody there has them already.
+
+    None if it cannot be asked there, because that node was lost as well.
+    """
     gpu_ids: tuple[str, ...] = ()
     if where.bundle.gpus:
         asked = _ask_gpus(group, where.index, where.bundle.gpus)
@@ -143,6 +146,9 @@ def moved_to(node_id: str, where: Located, group: PlacementGroup) -> Located:
         except GetTimeoutError:
             ray.cancel(asked)
             logger.warning("bundle %d of %s moved to node %s, and its GPUs were taken at once", where.index, group.id.hex(), node_id)
+        except RayError as error:
+            logger.warning("bundle %d of %s moved to node %s, which does not answer: %s", where.index, group.id.hex(), node_id, error)
+            return None
     addresses = {node.node_id: node.node_ip for node in nodes()}
     return replace(where, node_id=node_id, node_ip=addresses.get(node_id, ""), gpu_ids=gpu_ids)
 

@@ -31,6 +31,7 @@ class Parts:
         staging: Its snapshots.
         claims: On its engines.
         turn: The right to touch engines.
+        turn_bytes: Bytes of the weights that whoever has the turn brings to engines, also before their slot is had and while it is freed.
         chronicle: What a successor would have to know.
     """
 
@@ -40,6 +41,7 @@ class Parts:
         self.staging = Staging(stores, settings.host, settings.timeouts, self.roster.unchanged, directory_option=settings.directory_option)
         self.claims = claims
         self.turn = Turn(self.roster.unchanged)
+        self.turn_bytes = 0
         self.chronicle = chronicle
         self._background: set[asyncio.Task[Any]] = set()
         chronicle.follow(self)
@@ -51,13 +53,14 @@ class Parts:
     @property
     def longest_turn_s(self) -> float:
         """The longest that whoever has the turn may keep it, in seconds: grows with the weights that are here or on their way."""
-        num_bytes = self.staging.num_bytes
+        num_bytes = max(self.staging.num_bytes, self.turn_bytes)
         return self.timeouts.staging_s(num_bytes) + self.timeouts.round_s(num_bytes)
 
     def end_turn(self, holder: str) -> None:
         """Give the turn back if ``holder`` has it."""
         if self.turn.holder == holder:
             self.turn.release(holder)
+            self.turn_bytes = 0
             self.roster.round_id = None
             self.chronicle.after()
             self.roster.changed("idle")

@@ -173,12 +173,16 @@ class Placed:
             node_id = nodes.get((where.group, where.index))
             if node_id is None:
                 return NO_NODE
-            if node_id != where.node_id or (role == "engine" and where.lacks_gpus):
-                where = moved_to(node_id, where, self._groups[where.group])
+            # One that shares no GPUs has them from Ray, whether we know them or not.
+            must_be_told = role == "engine" and bool(where.bundle.trainers)
+            if node_id != where.node_id or (must_be_told and where.lacks_gpus):
+                moved = moved_to(node_id, where, self._groups[where.group])
+                if moved is None:
+                    return NO_NODE
+                where = moved
                 self._trainers, self._engines = seats_after(self._ask, self._trainers, self._engines, where)
                 logger.info("%s %d is on node %s (%s) now", role, index, node_id[:8], where.node_ip)
-            # One that shares no GPUs has them from Ray, whether we know them or not.
-            if role == "engine" and where.bundle.trainers and where.lacks_gpus:
+            if must_be_told and where.lacks_gpus:
                 return GPUS_TAKEN
             return self._place(role, index, self._seats(role)[index])
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
+import uuid
 from collections.abc import Mapping
 
 from ray_weightsync.config import tombstone
 from ray_weightsync.errors import FleetTorn, RoundAborted, WeightSyncError
 from ray_weightsync.fleet.fence import fence_engine
 from ray_weightsync.fleet.parts import Parts
-from ray_weightsync.fleet.replica import Replica
+from ray_weightsync.fleet.replica import Doubt, Replica
 from ray_weightsync.fleet.steps import StepFailed, Timeline
 from ray_weightsync.fleet.verdicts import verdict
 from ray_weightsync.report import ReplicaReport, SyncReport
+
+logger = logging.getLogger(__name__)
 
 PHASE = "probe"
 
@@ -21,8 +25,9 @@ PHASE = "probe"
 async def refuse(parts: Parts, report: SyncReport, complaints: Mapping[str, str]) -> SyncReport:
     """Fence the replicas that the probe complained of, by id, and say what holds now.
 
-    They are out of the serving set at once, and fenced when the round in progress has ended. A replica that holds another version by then
-    is left alone: what was probed is not served any more. Asked again, by a caller who lost the answer, it answers the same.
+    They are out of the serving set at once, and fenced when the round in progress has ended, however long the caller waits for that. A
+    replica that holds another version by then is left alone: what was probed is not served any more. Asked again, by a caller who lost
+    the answer, it answers the same.
 
     Returns:
         The report, amended; only if nobody had to be fenced, or ``min_serving`` replicas still serve the version.
@@ -30,18 +35,14 @@ async def refuse(parts: Parts, report: SyncReport, complaints: Mapping[str, str]
     Raises:
         ReplicasLost, FleetTorn: as a round would; also if the round in progress does not end.
     """
-    holder = f"probe of {report.round_id}"
     for replica in _holding(parts, report, complaints):
-        replica.doubted = True
+        replica.doubted = Doubt(str(report.version), report.round_id, complaints[replica.id])
     parts.roster.changed()
     try:
-        await parts.turn.take(holder, busy="wait", limit_s=parts.longest_turn_s)
+        await _fence_in_turn(parts)
     except (RoundAborted, FleetTorn) as late:
+        parts.spawn(fence_doubted(parts))
         return _not_fenced(parts, report, complaints, late)
-    try:
-        await asyncio.gather(*(_fence(parts, each, complaints[each.id], report.round_id) for each in _holding(parts, report, complaints)))
-    finally:
-        parts.end_turn(holder)
     refused = [replica for replica in _named(parts, complaints) if _is_refused(replica, report.round_id)]
     amended, error = _told(parts, report, refused, complaints)
     if error is not None:
@@ -63,22 +64,50 @@ def _is_refused(replica: Replica, round_id: str) -> bool:
     return not replica.whole and (replica.refused_in == round_id or replica.engine.facts.version == tombstone(round_id))
 
 
-async def _fence(parts: Parts, replica: Replica, complaint: str, round_id: str) -> None:
-    timeouts = parts.timeouts
-    failed = StepFailed.refused(PHASE, complaint, timeouts.attest_s)
-    replica.lose_weights(str(failed))
-    replica.refused_in = round_id
+async def fence_doubted(parts: Parts) -> None:
+    """Fence whom a probe has refused, when the turn is free at last; who asked for it does not wait any more."""
+    while any(replica.doubted for replica in parts.roster.members):
+        try:
+            await _fence_in_turn(parts)
+        except (RoundAborted, FleetTorn) as late:
+            logger.warning("what a probe refused is not fenced yet: %s", late)
+
+
+async def _fence_in_turn(parts: Parts) -> None:
+    """Fence everybody whom a probe has refused when the turn is free.
+
+    Raises:
+        RoundAborted, FleetTorn: if the round in progress does not end.
+    """
+    holder = f"probe-{uuid.uuid4().hex}"
+    await parts.turn.take(holder, busy="wait", limit_s=parts.longest_turn_s)
+    try:
+        doubts = [(replica, replica.doubted) for replica in parts.roster.members if replica.doubted is not None]
+        await asyncio.gather(*(_fence(parts, replica, doubt) for replica, doubt in doubts))
+    finally:
+        parts.end_turn(holder)
+
+
+async def _fence(parts: Parts, replica: Replica, doubt: Doubt) -> None:
+    timeouts, is_whole = parts.timeouts, replica.whole
+    replica.doubted = None
+    if is_whole:
+        replica.lose_weights(str(StepFailed.refused(PHASE, doubt.complaint, timeouts.attest_s)))
+    if is_whole or parts.roster.label == doubt.label:  # one that is fenced already is not to be healed to what was refused
+        replica.refused_in = doubt.round_id
     parts.roster.changed()
-    release = parts.settings.on_failure.release_requests
-    await fence_engine(replica, tombstone(round_id), limit_s=timeouts.resume_s, release=release, timeline=Timeline())
+    if is_whole:
+        release = parts.settings.on_failure.release_requests
+        await fence_engine(replica, tombstone(doubt.round_id), limit_s=timeouts.resume_s, release=release, timeline=Timeline())
 
 
 def _not_fenced(parts: Parts, report: SyncReport, complaints: Mapping[str, str], late: WeightSyncError) -> SyncReport:
-    """What holds if the turn was not to be had: nobody is sent to whom the probe refused, and none of them was touched."""
+    """What holds if the turn was not to be had yet: nobody is sent to whom the probe refused, and none of them was touched."""
     doubted = [replica for replica in _holding(parts, report, complaints) if replica.doubted]
     amended, error = _told(parts, report, doubted, complaints)
     names = ", ".join(replica.id for replica in doubted)
     what = f"{names}: out of the serving set, but neither paused nor marked, since a round is still in progress"
+    what += "; fenced as soon as it ends, unless it brings another version"
     if error is None:
         return dataclasses.replace(amended, notes=(*amended.notes, what)) if doubted else amended
     serving = ", ".join(_serving(parts, report))
@@ -89,7 +118,7 @@ def _not_fenced(parts: Parts, report: SyncReport, complaints: Mapping[str, str],
         elapsed_s=late.elapsed_s,
         limit_s=late.limit_s,
         engine_message=error.engine_message,
-        hint=f"see status() for the round; the next version, or heal(), brings what is out back: {names}",
+        hint=f"see status() for the round; the next version brings back what is out: {names}",
         report=amended,
     ) from late
 

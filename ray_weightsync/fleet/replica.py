@@ -30,6 +30,21 @@ class Left(StrEnum):
     """A call of it failed, was not answered, or is known of by nobody."""
 
 
+@dataclass(frozen=True)
+class Doubt:
+    """The user's own probe refused a replica's outputs.
+
+    Attributes:
+        label: The version that it holds.
+        round_id: The round that brought it.
+        complaint: What the probe said.
+    """
+
+    label: str
+    round_id: str
+    complaint: str
+
+
 @dataclass(eq=False)
 class Replica:
     """A fleet member. Owned by the coordinator, changed on its event loop only.
@@ -44,7 +59,7 @@ class Replica:
         holds_end: Its workers keep what a trainer engine of vLLM's had set up in them.
         served: It was SERVING when the round in progress passed *start*; a router may go on sending (requests queue).
         leaving: Its removal was asked for: no new requests, no further round.
-        doubted: The user's own probe refused its outputs, and it is not fenced yet, since a round is in progress: no new requests.
+        doubted: Why it is to be fenced when the round in progress has ended. No new requests until it is brought another version.
         owner_paused: Its owner had paused it before this session first touched it, and finds it so afterwards.
         fenced_by_us: Its pause is this session's (or a dead session's, by its tombstone) and ends with its next commit.
         plans: Digests of the plans that its preflight accepted, for its present incarnation.
@@ -70,7 +85,7 @@ class Replica:
     holds_end: bool = False
     served: bool = False
     leaving: bool = False
-    doubted: bool = False
+    doubted: Doubt | None = None
     owner_paused: bool = False
     fenced_by_us: bool = False
     plans: set[str] = field(default_factory=set)
@@ -121,8 +136,6 @@ class Replica:
         before, self.state = self.state, move(self.state, event)
         if event is ReplicaEvent.START:
             self.served = before is ReplicaState.SERVING or (before is ReplicaState.UPDATING and self.served)
-        if event in (ReplicaEvent.COMMIT, ReplicaEvent.FAIL):
-            self.doubted = False  # of what it holds no longer, or fenced for good
         if event in (ReplicaEvent.START, ReplicaEvent.FAIL):
             self.brought = self.attested = False
         if event is ReplicaEvent.COMMIT:
@@ -131,6 +144,13 @@ class Replica:
         self.error = error if event in (ReplicaEvent.FAIL, ReplicaEvent.RETIRE) else None
         if before is not self.state:
             logger.info("%s: %s -> %s%s", self.id, before.value, self.state.value, f" ({error})" if error else "")
+
+    def hold(self, label: str, *, attested: bool) -> None:
+        """A round of this session brought it this version, all of it."""
+        self.happen(ReplicaEvent.COMMIT)
+        self.version, self.brought, self.attested, self.fenced_by_us = label, True, attested, False
+        if self.doubted is not None and self.doubted.label != label:  # a roll-back brings again what the probe has refused
+            self.doubted = None
 
     def lose_weights(self, why: str) -> None:
         """It holds no version that may be served, and is kept from serving until this session has brought it one."""
@@ -151,7 +171,7 @@ class Replica:
         self.brought = self.attested = False
         self.left, self.holds_end = Left.NOTHING, False
         self.fenced_by_us = False
-        self.refused_in = None
+        self.doubted = self.refused_in = None
         self.asleep_tags = set()
 
     def left_unanswered(self, call: asyncio.Future[Any]) -> None:

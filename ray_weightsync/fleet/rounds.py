@@ -101,6 +101,7 @@ class Rounds:
         limit_s = self._timeouts.staging_s(known.num_bytes)
         turn_s = max(limit_s + self._timeouts.round_s(known.num_bytes), self._parts.longest_turn_s)
         await self._parts.turn.take(snapshot_id, busy=busy, limit_s=turn_s)
+        self._parts.turn_bytes = known.num_bytes
         log = RoundLog(snapshot_id)
         try:
             self._parts.claims.require_any(self._roster.replicas.values())
@@ -217,6 +218,7 @@ class Rounds:
         if not holds_turn:
             await self._parts.turn.take(snapshot_id, busy="wait", limit_s=self._parts.longest_turn_s)
             self._roster.round_id = snapshot_id
+            self._parts.turn_bytes = snapshot.plan.num_bytes
         try:
             # Asked again: it may have given way to another one while this call waited for its turn.
             self._staging.require(snapshot_id).committing = True

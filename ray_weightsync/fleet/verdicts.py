@@ -67,6 +67,7 @@ def aborted(
     gone = [name for name in fenced if name in culprits and culprits[name].failure.kind in ("died", "out_of_step") and name not in stuck]
     before = [name for name in fenced if name not in gone and name not in stuck]
     told = [f"{', '.join(gone)} {_is(gone)} gone or to be replaced"] if gone else []
+    told += [f"{', '.join(before)} {_is(before)} fenced"] if gone and before and roster.serves else []
     if roster.serves:
         old = f"version {roster.label}" if roster.label is not None else "what the engines had before"
         holds = f"Nothing changed: {old} still serves {'; '.join(['on the rest', *told]) if gone else 'everywhere'}"

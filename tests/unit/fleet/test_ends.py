@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ray_weightsync.config import Host, Timeouts
-from ray_weightsync.errors import RoundAborted
+from ray_weightsync.errors import RoundAborted, SessionConflict
 from tests.unit.fleet.fakes import FakeFleet, plan_of, sealed
 from tests.unit.fleet.test_rounds import run
 
@@ -145,10 +145,47 @@ def test_how_long_a_turn_may_take_grows_with_the_weights_that_are_on_their_way()
     run(story)
 
 
-def test_another_session_s_turn_counts_while_its_engines_are_waited_for() -> None:
+def test_how_long_a_turn_may_take_is_known_before_its_slot_is_had_and_while_it_is_freed() -> None:
     async def story() -> None:
-        fleet = await FakeFleet(1).attach()
-        fleet.coordinator.waits_for_turn(1e6)
-        assert fleet.coordinator.longest_turn_s == 1e6
+        fleet = await FakeFleet(1, timeouts=Timeouts(min_rate_bytes_per_s=1.0)).attach()
+        coordinator, plan, open_slot = fleet.coordinator, plan_of("a", "b", "c"), fleet.stores.open_slot
+        gate, asked = asyncio.Event(), asyncio.Event()
+        idle_s = coordinator.longest_turn_s
+
+        async def held(*args: Any, **kwargs: Any) -> Any:
+            asked.set()
+            await gate.wait()
+            return await open_slot(*args, **kwargs)
+
+        fleet.stores.open_slot = held  # type: ignore[method-assign]
+        opening = asyncio.create_task(fleet.open(1, plan))
+        await asked.wait()
+        assert coordinator.longest_turn_s > idle_s
+        judging = fleet.engines[0].gate("inspect")
+        gate.set()
+        ticket = await opening
+        await fleet.engines[0].reached["inspect"].wait()
+        giving_up = asyncio.create_task(coordinator.rounds.abandon(ticket.snapshot, "the sender gave up"))
+        while coordinator._parts.staging.get(ticket.snapshot) is not None:
+            await asyncio.sleep(0)
+        assert coordinator.longest_turn_s > idle_s
+        judging.set()
+        await giving_up
+        assert coordinator.longest_turn_s == idle_s
+
+    run(story)
+
+
+def test_the_turns_of_other_sessions_whose_engines_are_waited_for_add_up_until_they_were_had() -> None:
+    async def story() -> None:
+        first = await FakeFleet(1).attach()
+        second = FakeFleet(name="second", other=first)
+        idle_s = second.coordinator.longest_turn_s
+        for _ in range(2):
+            second.coordinator.waits_for_turn(1e6)
+        assert second.coordinator.longest_turn_s == 2e6
+        with pytest.raises(SessionConflict):
+            await second.attach()
+        assert second.coordinator.longest_turn_s == idle_s
 
     run(story)

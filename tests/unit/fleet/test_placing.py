@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 import pytest
+from ray.exceptions import NodeDiedError
 
 import ray_weightsync as rws
 from ray_weightsync.fleet import groups, places
@@ -140,6 +141,36 @@ class TestLosingNodes:
                 lookup()
         self.told = ("5",)
         assert placed.engine(0).env["CUDA_VISIBLE_DEVICES"] == "5"
+
+    def test_the_gpus_of_an_engine_that_shares_none_are_asked_for_once(
+        self, now: dict[tuple[int, int], str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        ask = Ask(trainers=0, engines=1)
+        (group,) = groups_for(ask)
+        made: Any = MadeUp()
+        placed = rws.placement.Placed(
+            ask, [made], [Located(bundle=group.bundles[0], group=0, index=0, node_id="a", node_ip="10.0.0.1", gpu_ids=("3",))]
+        )
+        now[0, 0], self.told = "c", ()  # it came up there before they could be told
+        for _ in range(2):
+            assert (placed.engine(0).node_id, placed.engine(0).gpu_ids) == ("c", ())
+        assert self.moves == [("c", 0)]
+
+    def test_a_place_whose_new_node_is_lost_as_well_has_none_until_ray_finds_another_one(
+        self, placed: rws.placement.Placed, now: dict[tuple[int, int], str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def lost(asked: object, *, timeout: float) -> Any:
+            raise NodeDiedError("the node died")
+
+        told = places.moved_to
+        monkeypatch.setattr(groups, "_ask_gpus", lambda *args: object())
+        monkeypatch.setattr(groups.ray, "get", lost)
+        monkeypatch.setattr(places, "moved_to", groups.moved_to)
+        now[0, 0] = "c"
+        with pytest.raises(rws.AttachError, match="engine 0 has no place: its node is gone, and Ray has found no other one"):
+            placed.engine(0)
+        monkeypatch.setattr(places, "moved_to", told)
+        assert placed.engine(0).node_id == "c"
 
     def test_places_that_were_given_back_are_refused(self, placed: rws.placement.Placed, monkeypatch: pytest.MonkeyPatch) -> None:
         given_back: list[Any] = []

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from ray_weightsync.config import FailurePolicy
-from ray_weightsync.errors import FleetTorn, ReplicasLost
+from ray_weightsync.errors import FleetTorn, ReplicasLost, RoundAborted
 from ray_weightsync.fleet.parts import Parts
 from ray_weightsync.fleet.probes import refuse
+from ray_weightsync.fleet.states import ReplicaState
 from tests.unit.fleet.fakes import FakeFleet, sealed
 from tests.unit.fleet.test_rounds import run
 
@@ -96,9 +97,9 @@ def test_asked_again_by_a_caller_who_lost_the_answer_with_the_coordinator_it_ans
     run(story)
 
 
-async def refused_during_a_round() -> tuple[FakeFleet, Any, str, asyncio.Task[Any]]:
+async def refused_during_a_round(**settings: Any) -> tuple[FakeFleet, Any, str, asyncio.Task[Any]]:
     """A fleet that serves 1, which the probe refused on r0 while another sender has the turn."""
-    fleet = await FakeFleet(2).attach()
+    fleet = await FakeFleet(2, **settings).attach()
     report = await fleet.send(1)
     ticket = await fleet.open(2)
     refusing = asyncio.ensure_future(refuse(fleet.coordinator._parts, report, {"r0": WRONG}))
@@ -145,5 +146,88 @@ def test_when_that_round_does_not_end_the_error_says_what_holds(monkeypatch: pyt
         assert fleet.coordinator.status().serving == ()
         await fleet.coordinator.rounds.commit(ticket.snapshot, sealed=sealed("2"), holds_turn=True)
         assert fleet.coordinator.status().serving == ("r0", "r1")
+
+    run(story)
+
+
+@pytest.mark.parametrize("serving", [("r1",), ()])
+def test_when_that_round_ends_only_after_its_caller_was_told_they_are_fenced_all_the_same(
+    serving: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story() -> None:
+        fleet = await FakeFleet(2).attach()
+        report, ticket, parts = await fleet.send(1), await fleet.open(2), fleet.coordinator._parts
+        monkeypatch.setattr(Parts, "longest_turn_s", 0.01)
+        complaints = {engine.label: WRONG for engine in fleet.engines if engine.label not in serving}
+        with pytest.raises((ReplicasLost, FleetTorn), match="fenced as soon as it ends") as caught:
+            await refuse(parts, report, complaints)
+        assert caught.value.replicas == tuple(complaints)
+        monkeypatch.undo()
+        await fleet.coordinator.rounds.abandon(ticket.snapshot, "the sender gave up")
+        refused = [parts.roster.named(name) for name in complaints]
+        while any(replica.state is not ReplicaState.QUARANTINED for replica in refused):
+            await fleet.coordinator.watch(parts.roster.sequence, limit_s=1)
+        assert fleet.coordinator.status().serving == serving
+        assert (await fleet.coordinator.repair.heal()).committed == tuple(complaints), "it waits for its turn, and finds them"
+        assert fleet.coordinator.status().serving == ("r0", "r1")
+
+    run(story)
+
+
+@pytest.mark.parametrize("fails", [0, 1])
+def test_a_round_that_is_taken_back_sends_nobody_to_whom_the_probe_refused(fails: int) -> None:
+    async def story() -> None:
+        fleet, _, round_id, refusing = await refused_during_a_round(on_failure=FailurePolicy(after_start="all_or_none"))
+        roster, served = fleet.coordinator._roster, []
+        note, roster.on_change = roster.on_change, lambda: served.append(roster.status().serving)
+        fleet.engines[fails].faults["update"] = "raise"
+        with pytest.raises(RoundAborted, match="taken back from all"):
+            await fleet.coordinator.rounds.commit(round_id, sealed=sealed("2"), holds_turn=True)
+        roster.on_change = note
+        with pytest.raises(ReplicasLost, match="serves on r1"):
+            await refusing
+        assert ("r1",) in served
+        assert not any("r0" in each for each in served)
+
+    run(story)
+
+
+def test_who_is_torn_by_a_round_that_brings_the_others_another_version_is_healed_to_that_one() -> None:
+    async def story() -> None:
+        fleet, _, round_id, refusing = await refused_during_a_round()
+        fleet.engines[0].faults["update"] = "raise"
+        with pytest.raises(ReplicasLost):
+            await fleet.coordinator.rounds.commit(round_id, sealed=sealed("2"), holds_turn=True)
+        assert (await refusing).notes
+        await fleet.coordinator.repair.heal_unasked()
+        assert fleet.coordinator.status().serving == ("r0", "r1")
+
+    run(story)
+
+
+def test_who_could_not_be_put_back_to_what_the_probe_refused_is_healed_to_it_only_if_asked() -> None:
+    async def story() -> None:
+        fleet, _, round_id, refusing = await refused_during_a_round(on_failure=FailurePolicy(after_start="all_or_none"))
+        fleet.engines[0].faults = {"update": "raise", "resume": "raise"}
+        with pytest.raises(RoundAborted, match="r0, which could not be put back"):
+            await fleet.coordinator.rounds.commit(round_id, sealed=sealed("2"), holds_turn=True)
+        with pytest.raises(ReplicasLost, match="serves on r1"):
+            await refusing
+        await fleet.coordinator.repair.heal_unasked()
+        assert fleet.coordinator.status().serving == ("r1",)
+        assert (await fleet.coordinator.repair.heal()).committed == ("r0",)
+        assert fleet.coordinator.status().serving == ("r0", "r1")
+
+    run(story)
+
+
+def test_a_successor_fences_whom_its_predecessor_was_to_fence() -> None:
+    async def story() -> None:
+        fleet, report, _, _ = await refused_during_a_round()
+        await fleet.coordinator.chronicle.write()
+        coordinator = await fleet.succeed()
+        await coordinator._parts.turn.take("after", busy="wait", limit_s=1)
+        assert coordinator.status().serving == ("r1",)
+        assert fleet.engines[0].version == f"!rws:{report.round_id}"
 
     run(story)

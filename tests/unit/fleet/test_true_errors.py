@@ -123,6 +123,19 @@ def test_who_was_fenced_before_is_not_said_to_serve() -> None:
     run(story)
 
 
+def test_where_somebody_is_gone_who_was_fenced_before_is_named_as_well() -> None:
+    async def story() -> None:
+        fleet = await FakeFleet(3, on_failure=FailurePolicy(auto_heal=False)).attach()
+        fleet.engines[2].faults["update"] = "raise"
+        with pytest.raises(ReplicasLost):
+            await fleet.send("v1")
+        fleet.engines[0].faults["inspect"] = "die"
+        with pytest.raises(RoundAborted, match="still serves on the rest; r0 is gone or to be replaced; r2 is fenced"):
+            await fleet.send("v2")
+
+    run(story)
+
+
 def test_the_last_one_that_serves_serves_on_where_it_could_not_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     async def story() -> None:
         fleet = await FakeFleet(2).attach()
