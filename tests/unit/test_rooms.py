@@ -96,6 +96,12 @@ def test_importing_the_package_imports_neither_torch_nor_ray_nor_vllm() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_a_snapshot_store_starts_without_torch() -> None:
+    code = "import sys, ray_weightsync.transports.host.actor, ray_weightsync.fleet.cluster; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "False"
+
+
 def test_using_every_public_name_does_not_import_vllm() -> None:
     code = "import sys, ray_weightsync as r; [getattr(r, n) for n in r.__all__]; print('vllm' in sys.modules)"
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True, timeout=60)

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -22,8 +22,10 @@ from ray_weightsync.transports.host.layout import SlotAddress, SlotError
 from ray_weightsync.transports.host.relay import pieces, read_piece
 from ray_weightsync.transports.host.slots import StoreStats
 from ray_weightsync.transports.host.store import SnapshotStore
-from ray_weightsync.transports.host.writer import SlotWriter
-from ray_weightsync.weights.plan import Plan
+
+if TYPE_CHECKING:
+    from ray_weightsync.transports.host.writer import SlotWriter
+    from ray_weightsync.weights.plan import Plan
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +69,7 @@ class SnapshotStoreActor:
         self._keepers: Keepers | None = None
         self._keeping = threading.Lock()
         self._ending = False
-        self._writer = SlotWriter()
+        self._writer: SlotWriter | None = None
         self._plan: Plan | None = None
         self._relaying = threading.Lock()
 
@@ -151,6 +153,10 @@ class SnapshotStoreActor:
             SlotError: if other bytes arrived, or the snapshot was given up meanwhile.
             TimeoutError, ray.exceptions.RayError: see `pieces`. The slot stays unsealed: it is to be discarded.
         """
+        # Here, as both bring torch: a second of work at the start of every session and 200 MB, for stores that mostly never relay.
+        from ray_weightsync.transports.host.writer import SlotWriter
+        from ray_weightsync.weights.plan import Plan
+
         began = time.monotonic()
         store = self._started()
         address = store.address(snapshot)
@@ -159,6 +165,7 @@ class SnapshotStoreActor:
         try:
             if self._plan is None or self._plan.digest != address["plan"]:
                 self._plan = Plan.from_wire(ray.get(plan[0], timeout=limit_s))
+            self._writer = self._writer or SlotWriter()
             left_s = limit_s - (time.monotonic() - began)
             arriving = pieces(source, snapshot, address["num_bytes"], piece_bytes=piece_bytes, limit_s=left_s)
             arrived = self._writer.copy(address, self._plan, arriving)
