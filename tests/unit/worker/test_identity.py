@@ -62,13 +62,14 @@ def test_the_version_is_the_packages() -> None:
     assert package_version() == ray_weightsync.__version__
 
 
-def test_the_address_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_address_is_one() -> None:
     assert ipaddress.ip_address(node_ip())
 
 
 def test_in_a_cluster_of_rays_the_address_is_the_one_that_ray_has_for_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.9.8.7")
-    assert node_ip() != "10.9.8.7", "this process is in no cluster"
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    assert node_ip() != "10.9.8.7"
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     assert node_ip() == "10.9.8.7"
 
@@ -79,5 +80,6 @@ def test_a_machine_without_a_network_is_its_own_address(monkeypatch: pytest.Monk
     def unreachable(*args: Any) -> None:
         raise OSError("no route")
 
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(socket.socket, "connect", unreachable)
     assert node_ip() == "127.0.0.1"
