@@ -3,10 +3,11 @@
 ::
 
     python benchmarks/local_cluster.py --nodes 3 -- python benchmarks/cluster.py --cpus --directory '$RWS_SHM'
-    python benchmarks/local_cluster.py --nodes 3 -- ray job submit --working-dir . -- python examples/job.py
+    python benchmarks/local_cluster.py --nodes 3 -- ray job submit -- python "$PWD/examples/job.py"
 
 Each node has a shared-memory directory of its own, as machines have; the environment variable RWS_SHM names it there. The command finds the
-cluster by RAY_ADDRESS, and where jobs are submitted by RAY_API_SERVER_ADDRESS. Its status is the script's.
+cluster by RAY_ADDRESS, and where jobs are submitted by RAY_API_SERVER_ADDRESS. Its status is the script's. Jobs are submitted without
+--working-dir here: the nodes of one machine share the folder into which each one unpacks it anew, also while a job runs from there.
 """
 
 from __future__ import annotations

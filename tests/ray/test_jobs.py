@@ -56,7 +56,10 @@ def cluster() -> Iterator[dict[str, str]]:
 
 def submit(cluster: dict[str, str], *command: str) -> tuple[int, str]:
     """The status and the output of a job, as ``ray job submit`` tells them."""
-    start = (sys.executable, "-m", "ray.scripts.scripts", "job", "submit", "--working-dir", ".", "--", sys.executable, *command)
+    # Without a working directory: each of these nodes would unpack it into the one folder that they share, under the others' feet.
+    script, *arguments = command
+    entry = [sys.executable, str(REPOSITORY / script), *arguments]
+    start = (sys.executable, "-m", "ray.scripts.scripts", "job", "submit", "--", *entry)
     env, deadline = {**os.environ, **cluster}, time.monotonic() + LIMIT_S
     while True:
         done = subprocess.run(start, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=LIMIT_S)
