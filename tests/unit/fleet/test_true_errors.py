@@ -110,12 +110,18 @@ class TestNobodyServes:
         run(story)
 
 
+async def one_is_fenced(num_engines: int, index: int, **settings: Any) -> FakeFleet:
+    """A fleet that serves v1, but for the engine of that index."""
+    fleet = await FakeFleet(num_engines, **settings).attach()
+    fleet.engines[index].faults["update"] = "raise"
+    with pytest.raises(ReplicasLost):
+        await fleet.send("v1")
+    return fleet
+
+
 def test_who_was_fenced_before_is_not_said_to_serve() -> None:
     async def story() -> None:
-        fleet = await FakeFleet(3).attach()
-        fleet.engines[2].faults["update"] = "raise"
-        with pytest.raises(ReplicasLost):
-            await fleet.send("v1")
+        fleet = await one_is_fenced(3, 2)
         fleet.engines[0].faults["pause"] = "raise"
         with pytest.raises(RoundAborted, match="version v1 still serves everywhere, except on r2, which is fenced"):
             await fleet.send("v2")
@@ -125,10 +131,7 @@ def test_who_was_fenced_before_is_not_said_to_serve() -> None:
 
 def test_where_somebody_is_gone_who_was_fenced_before_is_named_as_well() -> None:
     async def story() -> None:
-        fleet = await FakeFleet(3, on_failure=FailurePolicy(auto_heal=False)).attach()
-        fleet.engines[2].faults["update"] = "raise"
-        with pytest.raises(ReplicasLost):
-            await fleet.send("v1")
+        fleet = await one_is_fenced(3, 2, on_failure=FailurePolicy(auto_heal=False))
         fleet.engines[0].faults["inspect"] = "die"
         with pytest.raises(RoundAborted, match="still serves on the rest; r0 is gone or to be replaced; r2 is fenced"):
             await fleet.send("v2")
@@ -138,10 +141,7 @@ def test_where_somebody_is_gone_who_was_fenced_before_is_named_as_well() -> None
 
 def test_the_last_one_that_serves_serves_on_where_it_could_not_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     async def story() -> None:
-        fleet = await FakeFleet(2).attach()
-        fleet.engines[0].faults["update"] = "raise"
-        with pytest.raises(ReplicasLost):
-            await fleet.send("v1")
+        fleet = await one_is_fenced(2, 0)
         await fleet.open("v2")
         monkeypatch.setattr(Parts, "longest_turn_s", 0.01)
         with pytest.raises(RoundAborted, match="version v1 still serves"):
