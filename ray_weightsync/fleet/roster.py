@@ -128,9 +128,9 @@ class Roster:
 
     @property
     def serves(self) -> bool:
-        """Whether some member holds the version; before this session's first, whether some member has the weights it came with."""
+        """Whether some member holds the version; while the fleet has none, whether some member has the weights it came with."""
         whole = any(each.whole and not each.doubted for each in self.replicas.values())  # one that is about to leave may yet stay
-        return whole or (self.ordinal == 0 and any(each.state is not ReplicaState.QUARANTINED for each in self.members))
+        return whole or (self.label is None and any(each.state is not ReplicaState.QUARANTINED for each in self.members))
 
     def unchanged(self, what: str, *, hint: str, **fields: Any) -> RoundAborted | FleetTorn:
         """The error for a call that changed nothing. Its type is by whether anybody serves: that may have ended before.

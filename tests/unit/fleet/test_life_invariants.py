@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ray_weightsync.config import FailurePolicy, Timeouts
@@ -174,6 +174,7 @@ async def _ends_whole(life: Life) -> None:
 
 @settings(max_examples=150, deadline=None, print_blob=True)
 @given(st.lists(st.tuples(STEPS, BEHIND_OUR_BACK, FAULTS), min_size=1, max_size=6))
+@example([("add", None, {}), ("remove", "restart", {}), ("send", "kill", {})])  # one that joins has not the version that was found
 def test_whatever_happens_to_a_fleet_the_promises_hold_and_it_can_be_made_whole(
     lives: list[tuple[str, str | None, dict[tuple[int, str], str]]],
 ) -> None:
