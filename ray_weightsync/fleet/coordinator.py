@@ -273,9 +273,10 @@ class Coordinator:
 
     async def _close(self) -> None:
         parts = self._parts
-        staging = parts.staging.get(parts.turn.holder or "")
-        if staging is not None and not staging.committing:
-            await self.rounds.abandon(staging.id, "the session was closed")
+        if (holder := parts.turn.holder) is not None:
+            staging = parts.staging.get(holder)
+            if staging is None or not staging.committing:  # also one whose slot is still being had
+                await self.rounds.abandon(holder, "the session was closed")
         try:
             await parts.turn.take("close", busy="wait", limit_s=parts.longest_turn_s)
             owed = [call for replica in self._roster.replicas.values() for call in replica.unanswered]
@@ -284,6 +285,8 @@ class Coordinator:
             await asyncio.gather(*map(self._shut_down_end, self._roster.members))
         finally:
             parts.cancel_all()
-            await parts.claims.release_all()
-            await parts.staging.close()
+            try:
+                await parts.claims.release_all()
+            finally:  # shared memory is not to stay for the sake of a claim that holds no longer than this process
+                await parts.staging.close()
             await parts.chronicle.erase()  # last: should this process die here, its successor goes on with the rest

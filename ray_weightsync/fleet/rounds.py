@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from ray_weightsync.config import Native, version_label
@@ -66,7 +65,7 @@ class Rounds:
         self._roster = parts.roster
         self._staging = parts.staging
         self._plans: dict[str, Plan] = {}
-        self._abandoned: deque[str] = deque(maxlen=100)
+        self._abandoned: dict[str, str] = {}
 
     # --- staging ------------------------------------------------------------------------------------------------------------
 
@@ -105,9 +104,7 @@ class Rounds:
         log = RoundLog(snapshot_id)
         try:
             self._parts.claims.require_any(self._roster.replicas.values())
-            if snapshot_id in self._abandoned:
-                why = "The sender gave up while it waited for its turn."
-                raise self._roster.unchanged(why, phase="open", hint="call again")
+            self._require_not_abandoned(snapshot_id)
             if self._roster.was_committed_before(label):
                 raise ConfigError(f"version {label!r} was committed before; versions are unique (now: {self._roster.label!r})")
             self._roster.round_id = snapshot_id
@@ -119,6 +116,11 @@ class Rounds:
             if live is not None:
                 log.transport, log.attested, log.grouped = live.name, live.attested, live.grouped
             snapshot = await self._staging.open(log, version, label, known, node_id, kept=kept, live=live)
+            try:
+                self._require_not_abandoned(snapshot_id)
+            except WeightSyncError:
+                await self._staging.free(snapshot)
+                raise
         except BaseException:
             self._parts.end_turn(snapshot_id)
             raise
@@ -128,6 +130,11 @@ class Rounds:
         self._parts.spawn(self._give_up_after(snapshot, limit_s, sender))
         address = snapshot.copies[node_id].address if kept else None
         return Ticket(snapshot=snapshot_id, address=address, progress_bytes=self._settings.host.bucket_bytes)
+
+    def _require_not_abandoned(self, snapshot_id: str) -> None:
+        """Its sender may have gone away while it waited for its turn, or for its slot."""
+        if (why := self._abandoned.get(snapshot_id)) is not None:
+            raise self._roster.unchanged("The round was given up before it had begun.", phase="open", engine_message=why, hint="call again")
 
     async def _look(self, snapshot: Snapshot) -> list[Replica]:
         await asyncio.sleep(AFTER_REPLY_S)
@@ -177,7 +184,7 @@ class Rounds:
         """The sender gives the snapshot up; nothing is committed. Idempotent."""
         snapshot = self._staging.get(snapshot_id)
         if snapshot is None:
-            self._abandoned.append(snapshot_id)  # it may be waiting for its turn
+            self._abandoned = dict([*self._abandoned.items(), (snapshot_id, why)][-100:])  # it may be about to begin
             return
         await self._staging.give_up(snapshot, why)
         if not snapshot.committing:

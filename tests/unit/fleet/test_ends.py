@@ -127,6 +127,50 @@ def test_a_caller_of_close_that_goes_away_does_not_keep_it_from_being_done() -> 
     run(story)
 
 
+@pytest.mark.parametrize("closes", [False, True], ids=["its sender gives up", "its session is closed"])
+def test_a_round_that_ends_while_its_slot_is_being_had_keeps_neither_turn_nor_slot(closes: bool) -> None:
+    async def story() -> None:
+        fleet = await FakeFleet(1, timeouts=Timeouts()).attach()
+        turn, open_slot = fleet.coordinator._parts.turn, fleet.stores.open_slot
+        gate, asked = asyncio.Event(), asyncio.Event()
+
+        async def held(*args: Any, **kwargs: Any) -> Any:
+            asked.set()
+            await gate.wait()
+            return await open_slot(*args, **kwargs)
+
+        fleet.stores.open_slot = held  # type: ignore[method-assign]
+        opening = asyncio.create_task(fleet.open(1))
+        await asked.wait()
+        assert turn.holder is not None
+        closing = asyncio.create_task(fleet.coordinator.close() if closes else fleet.coordinator.rounds.abandon(turn.holder, "interrupted"))
+        await asyncio.sleep(0)
+        gate.set()
+        with pytest.raises(RoundAborted, match="closed" if closes else "interrupted"):
+            await asyncio.wait_for(opening, 5)
+        await asyncio.wait_for(closing, 5)
+        assert fleet.stores.open == {}
+        assert closes or turn.holder is None
+
+    run(story)
+
+
+def test_claims_that_cannot_be_given_back_do_not_keep_the_shared_memory_of_a_closed_session() -> None:
+    async def story() -> None:
+        fleet = await FakeFleet(1, timeouts=Timeouts()).attach()
+        await fleet.send(1)
+
+        def unreachable(key: str) -> None:
+            raise ConnectionError("the control plane does not answer")
+
+        fleet.keys.delete = unreachable  # type: ignore[method-assign]
+        with pytest.raises(ConnectionError):
+            await fleet.coordinator.close()
+        assert fleet.stores.closed
+
+    run(story)
+
+
 def test_how_long_a_turn_may_take_grows_with_the_weights_that_are_on_their_way() -> None:
     async def story() -> None:
         timeouts = Timeouts(min_rate_bytes_per_s=1.0)

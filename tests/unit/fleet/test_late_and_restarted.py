@@ -221,7 +221,7 @@ def test_a_sender_that_gave_up_while_it_waited_for_its_turn_does_not_get_it_late
         await asyncio.sleep(0)
         await fleet.coordinator.rounds.abandon("f" * 32, "interrupted")
         await fleet.coordinator.rounds.commit(first.snapshot, sealed=sealed("d"), holds_turn=True)
-        with pytest.raises(RoundAborted, match="gave up while it waited"):
+        with pytest.raises(RoundAborted, match="given up before it had begun"):
             await waiting
         assert (await fleet.send(3)).version == 3
 
