@@ -78,7 +78,10 @@ class Health:
                 task.add_done_callback(lambda _, name=replica.id: self._looking.pop(name, None))  # type: ignore[misc]
         if self._looking:
             await asyncio.wait(self._looking.values(), timeout=self._parts.timeouts.health_interval_s)
-        await self._parts.claims.follow(self._roster.members)  # one that restarted may be another session's by now
+        members = self._roster.members
+        await self._parts.claims.follow(members)  # one that restarted may be another session's by now
+        if self._roster.members != members:
+            self._roster.changed()
         await self._fence_again()
         await self._repair.heal_unasked()
 

@@ -65,7 +65,7 @@ class Membership:
         turn = await self._repair.turn("replace")
         try:
             self._replaceable(replica_id)  # somebody may have been faster
-            await self._join([replica])
+            await self._join([replica], instead_of=old)
             old.replaced_by = replica.id
             await self._retire(old, f"replaced by {replica.id}")
         finally:
@@ -73,12 +73,17 @@ class Membership:
         self._parts.spawn(self._repair.bring_in([replica]))
         return replica.id
 
-    async def _join(self, replicas: Sequence[Replica]) -> None:
+    async def _join(self, replicas: Sequence[Replica], *, instead_of: Replica | None = None) -> None:
         await self._parts.claims.claim(replicas, limit_s=self._parts.timeouts.attach_s)
+        if self._joined(replicas):
+            return
         try:
+            # Asked again: the same engine, under another id, or another one under this id may have joined meanwhile.
+            self._require_new(replicas, [each for each in self._roster.members if each is not instead_of])
             self._roster.join(replicas)
         except BaseException:
             await self._parts.claims.release(replicas)
+            await self._parts.claims.follow(self._roster.members)  # claims go by id: one of theirs may have gone as well
             raise
 
     def _joined(self, replicas: Sequence[Replica]) -> bool:

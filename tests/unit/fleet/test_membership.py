@@ -43,6 +43,11 @@ async def add(fleet: FakeFleet, new: str | FakeEngine) -> FakeEngine:
     return engine
 
 
+def claimed(fleet: FakeFleet) -> set[str]:
+    """The identities of the engines that somebody claims."""
+    return {key.removeprefix("claim:").partition("#")[0] for key in fleet.keys.values}
+
+
 async def until(fleet: FakeFleet, name: str, wanted: str) -> None:
     status = fleet.coordinator.status()
     while {each.id: each.state for each in status.replicas}[name] != wanted:
@@ -120,14 +125,13 @@ class TestJoining:
             fleet = await served()
             busy = FakeEngine("busy")
             busy.update_open = True
-            claims = dict(fleet.keys.values)
             with pytest.raises(AttachError, match="update open"):
                 await fleet.coordinator.membership.add([await resolved(busy)])
             taken = FakeEngine("r1")
             taken.incarnation = "another"
             with pytest.raises(ConfigError, match="r1 is the id of another replica"):
                 await fleet.coordinator.membership.add([await resolved(taken)])
-            assert fleet.keys.values == claims
+            assert claimed(fleet) == {"r0-1", "r1-1"}
             assert busy.calls == taken.calls == ["inspect"]
 
         run(story)
@@ -141,6 +145,45 @@ class TestJoining:
             for _ in range(2):
                 assert await fleet.coordinator.membership.replace("new", await resolved(newer)) == "newer"
             assert [each.id for each in fleet.coordinator.status().replicas] == ["r0", "r1", "new", "newer"]
+
+        run(story)
+
+    @pytest.mark.parametrize("name", ["again", "new"], ids=["under another id", "under the same id"])
+    def test_an_engine_that_joins_while_it_waits_to_replace_another_is_a_member_once(self, name: str) -> None:
+        async def story() -> None:
+            fleet = await served()
+            engine = FakeEngine("new")
+            waiting = await resolved(engine)
+            engine.label = name
+            ticket = await fleet.open(2)
+            replacing = asyncio.create_task(fleet.coordinator.membership.replace("r1", waiting))
+            await asyncio.sleep(0)
+            assert await fleet.coordinator.membership.add([await resolved(engine)]) == (name,)
+            await fleet.coordinator.rounds.abandon(ticket.snapshot, "not needed")
+            if name == "new":
+                assert await replacing == "new"
+            else:
+                with pytest.raises(AttachError, match="are the same engine"):
+                    await replacing
+            told = {each.id: each.state for each in fleet.coordinator.status().replicas}
+            assert set(told) == {"r0", "r1", name}
+            assert (told["r1"] == "RETIRED") is (name == "new")
+            assert claimed(fleet) == {"r0-1", "new-1"} | ({"r1-1"} if name == "again" else set())
+
+        run(story)
+
+    def test_two_engines_that_join_at_once_under_one_id_leave_one_member_that_is_claimed(self) -> None:
+        async def story() -> None:
+            fleet = await served()
+            engines = [FakeEngine("new"), FakeEngine("new")]
+            engines[1].incarnation = "another"
+            joins = [fleet.coordinator.membership.add([await resolved(engine)]) for engine in engines]
+            outcomes = await asyncio.gather(*joins, return_exceptions=True)
+            assert [type(each) for each in outcomes].count(ConfigError) == 1
+            (member,) = [each for each in fleet.coordinator._roster.members if each.id == "new"]
+            identity = member.engine.facts.incarnation
+            assert fleet.coordinator._parts.claims.identity(member) == identity
+            assert claimed(fleet) == {"r0-1", "r1-1", identity}
 
         run(story)
 

@@ -185,7 +185,9 @@ def test_an_engine_that_restarted_and_is_another_sessions_by_now_is_asked_and_no
         if look == "a round":
             assert (await first.send(2)).committed == ("r0",)
         elif look == "a health check":
+            told = first.coordinator.status().sequence
             await first.coordinator.health.check()
+            assert first.coordinator.status().sequence == told + 2, "watchers hear that it restarted, and whose it is"
         else:
             await first.coordinator.repair.heal("r1")
         assert lost.calls == ["inspect"]
