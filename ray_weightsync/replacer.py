@@ -50,6 +50,7 @@ class Replacer:
         self._own: dict[str, ActorHandle[Any]] = {}
         self._lock = threading.Lock()
         self._working = False
+        self._told_meanwhile = False
         self._closed = threading.Event()
 
     def own(self, engines: Mapping[str, ActorHandle[Any]], spec: object | None) -> None:
@@ -69,18 +70,28 @@ class Replacer:
         if self._owns_made:
             with self._lock:
                 self._own.update({name: engine for name, engine in engines.items() if is_handle(engine)})
+        if self._closed.is_set():
+            self.close()
 
     def make(self, count: int) -> list[EngineLike]:
         """``count`` new engines.
 
         Raises:
             ConfigError: if there is no factory, or ``count`` is not a positive int.
+            Exception: what the factory raises. Those that it had made are ended, if they are the session's.
         """
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ConfigError(f"count must be an int of at least 1, not {count!r}")
         if self._factory is None:
             raise ConfigError("add() needs engines, or a session that was attached with an engine_factory")
-        return [self._factory() for _ in range(count)]
+        engines: list[EngineLike] = []
+        try:
+            for _ in range(count):
+                engines.append(self._factory())
+        except BaseException:
+            self.end(engines)
+            raise
+        return engines
 
     def end(self, engines: Sequence[Any]) -> None:
         """End engines that were just made for nothing, if they are the session's."""
@@ -114,7 +125,10 @@ class Replacer:
             elif replica.state == "RETIRED":
                 self.end_retired(replica.id)
         with self._lock:
-            if self._factory is None or self._working or self._closed.is_set() or not self._wanted(status):
+            if self._factory is None or self._closed.is_set() or not self._wanted(status):
+                return
+            if self._working:
+                self._told_meanwhile = True
                 return
             self._working = True
         # Not on the follower's thread: an engine may take minutes to start, and routers are to hear of the fleet meanwhile.
@@ -126,17 +140,30 @@ class Replacer:
 
     def _replace_lost(self) -> None:
         try:
-            while not self._closed.is_set() and (wanted := self._wanted(self._life.status())):
+            while wanted := self._next():
                 for name in wanted:
+                    if self._closed.is_set():
+                        return
                     self._attempts[name] = self._attempts.get(name, 0) + 1
                     if not self._replace(name):
                         self._closed.wait(self._retry_s)
         except Exception:
-            if not self._closed.is_set():
-                logger.exception("no engines could be made in place of lost ones")
-        finally:
             with self._lock:
                 self._working = False
+            if not self._closed.is_set():
+                logger.exception("no engines could be made in place of lost ones")
+
+    def _next(self) -> list[str]:
+        """Who is to be replaced now. If nobody is, the work has ended: whoever is told of from then on begins it anew."""
+        while True:
+            with self._lock:
+                self._told_meanwhile = False
+            if self._closed.is_set() or (wanted := self._wanted(self._life.status())):
+                return [] if self._closed.is_set() else wanted
+            with self._lock:
+                if not self._told_meanwhile:  # else of somebody who may have been lost after the session was asked
+                    self._working = False
+                    return []
 
     def _replace(self, lost: str) -> bool:
         assert self._factory is not None
@@ -150,8 +177,6 @@ class Replacer:
             return False
         logger.info("%s was lost; %s was made in its place", lost, new)
         self.made({new: made[0]})
-        if self._closed.is_set():
-            self.close()
         return True
 
 

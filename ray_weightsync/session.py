@@ -69,6 +69,7 @@ class WeightSync(FleetLife):
         settings: Settings,
         engine_factory: EngineFactory | None = None,
     ) -> None:
+        super().__init__()
         self.name = name
         self._link = CoordinatorLink(name, coordinator, timeouts=settings.timeouts)
         self._trainers = tuple(trainers)

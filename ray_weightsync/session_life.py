@@ -6,9 +6,11 @@ The decisions are the coordinator's.
 from __future__ import annotations
 
 import math
+import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from ray_weightsync.config import require_choice
@@ -31,6 +33,10 @@ class FleetLife:
     _targets: dict[str, Any]
     _follower: Follower
     _replacer: Replacer
+
+    def __init__(self) -> None:
+        self._naming = threading.Lock()
+        self._joining: set[str] = set()
 
     def status(self) -> FleetStatus:
         """See `WeightSync.status`."""
@@ -92,15 +98,29 @@ class FleetLife:
         return self._add(engines, limit_s=timeouts.attach_s)
 
     def _add(self, engines: Any, *, limit_s: float) -> tuple[str, ...]:
-        refs = as_refs(engines, taken={replica.id for replica in self.status().replicas})
-        ids: tuple[str, ...] = self._link.ask("add", refs, self._kept(refs), limit_s, limit_s=self._join_s(limit_s))
-        self._targets.update({name: ref.target for name, ref in zip(ids, refs, strict=True)})
-        return ids
+        with self._named(engines) as refs:
+            ids: tuple[str, ...] = self._link.ask("add", refs, self._kept(refs), limit_s, limit_s=self._join_s(limit_s))
+            self._targets.update({name: ref.target for name, ref in zip(ids, refs, strict=True)})
+            return ids
+
+    @contextmanager
+    def _named(self, engines: Any) -> Iterator[tuple[EngineRef, ...]]:
+        """References with ids that are nobody else's, also not of engines that another thread is about to add."""
+        with self._naming:
+            refs = as_refs(engines, taken={*self._joining, *(replica.id for replica in self.status().replicas)})
+            ids = {str(ref.id) for ref in refs}
+            self._joining |= ids
+        try:
+            yield refs
+        finally:
+            with self._naming:
+                self._joining -= ids
 
     def _kept(self, refs: Sequence[EngineRef]) -> Keys:
         """The literal api_keys of ``refs``, which a successor of the coordinator will want again."""
         new = by_reference(refs)
-        self._keys = (*self._keys, *new)
+        with self._naming:
+            self._keys = (*self._keys, *new)
         return new
 
     def replace(self, replica: str | ReplicaStatus, engine: EngineLike) -> str:
@@ -126,11 +146,11 @@ class FleetLife:
         return self._replace(replica, engine, limit_s=self._settings.timeouts.heal_s)
 
     def _replace(self, replica: str, engine: EngineLike, *, limit_s: float) -> str:
-        (ref,) = as_refs([engine], taken={each.id for each in self.status().replicas})
-        new: str = self._link.ask("replace", replica, ref, self._kept([ref]), limit_s, limit_s=self._join_s(limit_s), turns=1)
-        self._targets[new] = ref.target
-        self._targets.pop(replica, None)
-        return new
+        with self._named([engine]) as (ref,):
+            new: str = self._link.ask("replace", replica, ref, self._kept([ref]), limit_s, limit_s=self._join_s(limit_s), turns=1)
+            self._targets[new] = ref.target
+            self._targets.pop(replica, None)
+            return new
 
     def remove(self, replica: str | ReplicaStatus, *, drain_s: float | None = None) -> None:
         """Let a replica go: out of the serving set at once, retired when no round is in progress.

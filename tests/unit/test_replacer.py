@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from ray_weightsync import replacer as module
 from ray_weightsync.errors import ConfigError
 from ray_weightsync.follower import nothing_known
 from ray_weightsync.replacer import Replacer
@@ -110,3 +111,68 @@ def test_a_closed_session_makes_no_more_engines_and_one_without_a_factory_says_w
         Replacer(session, None, owns_made=False, max_attempts=1, retry_s=0).make(1)
     with pytest.raises(ConfigError, match="count"):
         replacer.make(0)
+
+
+def test_one_that_is_lost_while_the_last_look_finds_nobody_is_replaced_all_the_same() -> None:
+    session, factory = Session(lost("r1")), Factory()
+    replacer = Replacer(session, factory, owns_made=False, max_attempts=3, retry_s=0)
+    status, looks = session.status, []
+
+    def looked() -> FleetStatus:
+        found = status()
+        looks.append(found)
+        if len(looks) == 2:  # nobody is left to be replaced; then one is lost, and told of, before the thread has ended
+            session.replicas["r2"] = lost("r2")
+            replacer.on_status(status())
+        return found
+
+    session.status = looked  # type: ignore[method-assign]
+    replacer.on_status(status())
+    settled()
+    assert factory.calls == 2
+    assert session.replicas["r2"].replaced_by == "e2"
+
+
+def test_engines_that_are_made_when_the_session_closes_are_the_last() -> None:
+    session, gate = Session(lost("r1"), lost("r2")), threading.Event()
+    factory = Factory(gate=gate)
+    replacer = Replacer(session, factory, owns_made=False, max_attempts=3, retry_s=0)
+    replacer.on_status(session.status())
+    assert factory.reached.wait(LIMIT_S)
+    replacer.close()
+    gate.set()
+    settled()
+    assert factory.calls == 1
+
+
+def killed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The engines that are ended from now on; all that there are count as actors."""
+    ended: list[Any] = []
+    monkeypatch.setattr(module, "is_handle", lambda engine: True)
+    monkeypatch.setattr(module.ray, "kill", ended.append)
+    return ended
+
+
+@pytest.mark.parametrize(("owns_made", "ended"), [(True, ["e1", "e2"]), (False, [])])
+def test_of_engines_that_cannot_all_be_made_none_of_the_session_s_is_left(
+    owns_made: bool, ended: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    were_ended, factory = killed(monkeypatch), Factory()
+
+    def third_fails() -> str:
+        if factory.calls == 2:
+            raise RuntimeError("no room")
+        return factory()
+
+    replacer = Replacer(Session(), third_fails, owns_made=owns_made, max_attempts=1, retry_s=0)
+    with pytest.raises(RuntimeError, match="no room"):
+        replacer.make(3)
+    assert were_ended == ended
+
+
+def test_engines_that_joined_a_session_which_was_closed_meanwhile_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = killed(monkeypatch)
+    replacer = Replacer(Session(), Factory(), owns_made=True, max_attempts=1, retry_s=0)
+    replacer.close()
+    replacer.made({"r1": "e1"})
+    assert ended == ["e1"]
