@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from ray_weightsync.config import is_tombstone
@@ -61,6 +62,7 @@ class Chronicle:
         self._limit_s = limit_s
         self._parts: Parts | None = None
         self._writing = asyncio.Lock()
+        self._doing: asyncio.Future[None] | None = None
         self._round: RoundRecord | None = None
         self._plans: set[str] = set()
         self._noting: asyncio.Task[None] | None = None
@@ -156,10 +158,18 @@ class Chronicle:
             record = self._record()
             used = {each.plan for each in (record.committed, record.round and record.round.snapshot) if each}
             forgotten = self._plans - used
-            await asyncio.wait_for(in_daemon_thread(lambda: self._put(record, plan, forgotten)), self._limit_s)
+            await self._do(lambda: self._put(record, plan, forgotten))
             self._plans -= forgotten
             if plan is not None:
                 self._plans.add(plan.digest)
+
+    async def _do(self, work: Callable[[], None]) -> None:
+        """Have ``work`` done by the journal, after what it was given before: one that is late must not undo a later one."""
+        deadline = time.monotonic() + self._limit_s
+        if self._doing is not None and (await asyncio.wait({self._doing}, timeout=self._limit_s))[1]:
+            raise TimeoutError(f"an earlier call of the journal has not returned within {self._limit_s:.1f} s")
+        self._doing = asyncio.ensure_future(in_daemon_thread(work))
+        await asyncio.wait_for(asyncio.shield(self._doing), max(0.0, deadline - time.monotonic()))
 
     def _put(self, record: Record, plan: Plan | None, forgotten: set[str]) -> None:
         if plan is not None and plan.digest not in self._plans:
@@ -172,7 +182,7 @@ class Chronicle:
         """The session is over: nobody is to succeed it."""
         async with self._writing:
             self._over = True
-            await asyncio.wait_for(in_daemon_thread(self.journal.erase), self._limit_s)
+            await self._do(self.journal.erase)
 
     async def noted(self) -> None:
         """Wait until everything is written that was to be written when nobody waits."""
