@@ -12,7 +12,7 @@ from ray_weightsync.errors import AttachError, FleetTorn, RoundAborted, SessionC
 from ray_weightsync.fleet.parts import Parts
 from ray_weightsync.fleet.preflight import look
 from ray_weightsync.fleet.replica import Replica
-from ray_weightsync.fleet.steps import Timeline
+from ray_weightsync.fleet.steps import Call, StepFailed, Timeline, chain
 from ray_weightsync.protocol.channel import FINISH, PAUSE, SET_VERSION
 from ray_weightsync.protocol.fanout import fan_out
 
@@ -89,23 +89,27 @@ async def flush(replica: Replica, timeouts: Timeouts, *, allowed: bool) -> None:
             replicas=(replica.id,),
             hint="end it there, or attach(..., take_over=True), which flushes it; the engine is then fenced until the next round",
         )
-    channel = replica.engine.channel
+    timeline = Timeline()
+    # Half-updated weights may be in there: marked and paused before the flush makes them look whole.
+    calls = [
+        Call("mark", timeouts.commit_s, SET_VERSION, (tombstone("flushed"),)),
+        Call("pause", timeouts.pause_s, PAUSE, kwargs={"mode": "keep", "clear_cache": False}),
+        Call("finish", timeouts.finish_s, FINISH),
+    ]
+    calls = [call for call in calls if replica.engine.channel.supports(call.verb)]
     try:
-        # Half-updated weights may be in there: marked and paused before the flush makes them look whole.
-        if channel.supports(SET_VERSION):
-            await asyncio.wait_for(channel.call(SET_VERSION, tombstone("flushed")), timeouts.commit_s)
-        if channel.supports(PAUSE):
-            await asyncio.wait_for(channel.call(PAUSE, mode="keep", clear_cache=False), timeouts.pause_s)
-        await asyncio.wait_for(channel.call(FINISH), timeouts.finish_s)
-        await look(replica, timeouts=timeouts, timeline=Timeline())
-    except Exception as error:
+        await chain(replica, "attach", calls, incarnation=replica.engine.facts.incarnation, timeline=timeline)
+        await look(replica, timeouts=timeouts, timeline=timeline)
+    except StepFailed as failed:
         raise AttachError(
-            f"{replica.id}: the weight update that another client left open could not be flushed.",
+            f"{replica.id}: the weight update that another client left open could not be flushed ({failed.phase}). The engine may be paused "
+            "and carry the label '!rws:flushed'; it was not attached.",
             phase="attach",
             replicas=(replica.id,),
-            limit_s=timeouts.finish_s,
-            engine_message=str(error),
+            elapsed_s=failed.failure.elapsed_s,
+            limit_s=failed.limit_s,
+            engine_message=failed.failure.message,
             log_hint=replica.log_hint,
             hint="restart the engine",
-        ) from error
+        ) from failed
     replica.fenced_by_us = True

@@ -157,6 +157,23 @@ def test_an_update_left_open_is_refused_and_no_claim_is_left() -> None:
     run(story)
 
 
+@pytest.mark.parametrize(("verb", "fault", "words"), [("pause", "hang", "was not answered"), ("finish", "raise", "made to fail in finish")])
+def test_an_open_update_that_cannot_be_flushed_says_what_failed_and_what_was_left(verb: str, fault: str, words: str) -> None:
+    async def story() -> None:
+        first = await FakeFleet(1, timeouts=Timeouts()).attach()
+        second = FakeFleet(name="second", other=first, timeouts=QUICK)
+        engine = first.engines[0]
+        engine.update_open = True
+        engine.faults[verb] = fault
+        with pytest.raises(AttachError, match=rf"could not be flushed \({verb}\).*'!rws:flushed'") as caught:
+            await second.attach(take_over=True)
+        assert words in str(caught.value.engine_message)
+        assert engine.version == "!rws:flushed"
+        engine.release.set()
+
+    run(story)
+
+
 def test_engines_can_be_taken_back() -> None:
     async def story() -> None:
         first = await FakeFleet(2, timeouts=Timeouts()).attach()
