@@ -143,7 +143,7 @@ class Coordinator:
             WeightSyncError: what its caller would have been told; or that it has not ended in the time that a round may take.
         """
         began, limit_s = time.monotonic(), self._parts.longest_turn_s
-        while self._parts.turn.holder == round_id:  # the answer was lost, not the coordinator
+        while self._parts.turn.concerns(round_id):  # the answer was lost, not the coordinator
             if (elapsed_s := time.monotonic() - began) > limit_s:
                 raise WeightSyncError(
                     "The round is still in progress; what holds when it ends is not known yet.",

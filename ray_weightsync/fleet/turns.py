@@ -27,13 +27,17 @@ class Turn:
         self._lock = asyncio.Lock()
         self._holder: str | None = None
         self._since = 0.0
-        self._waiting = 0
+        self._waiting: list[str] = []
         self.taken = 0
         """How often it was taken so far: tells whether somebody had it meanwhile."""
 
     @property
     def holder(self) -> str | None:
         return self._holder
+
+    def concerns(self, holder: str) -> bool:
+        """Whether ``holder`` has the turn, or waits for it."""
+        return holder == self._holder or holder in self._waiting
 
     async def take(self, holder: str, *, busy: Busy, limit_s: float) -> None:
         """Wait for the turn.
@@ -49,7 +53,7 @@ class Turn:
             )
         try:
             if self._lock.locked() or self._waiting:
-                await self._wait(limit_s)
+                await self._wait(holder, limit_s)
             else:
                 await self._lock.acquire()  # at once: nobody has it, and nobody is about to get it
         except TimeoutError:
@@ -63,12 +67,12 @@ class Turn:
         self._holder, self._since = holder, time.monotonic()
         self.taken += 1
 
-    async def _wait(self, limit_s: float) -> None:
-        self._waiting += 1
+    async def _wait(self, holder: str, limit_s: float) -> None:
+        self._waiting.append(holder)
         try:
             await asyncio.wait_for(self._lock.acquire(), limit_s)
         finally:
-            self._waiting -= 1
+            self._waiting.remove(holder)
 
     def release(self, holder: str) -> None:
         """Give the turn back if ``holder`` has it."""

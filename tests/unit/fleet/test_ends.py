@@ -171,6 +171,24 @@ def test_claims_that_cannot_be_given_back_do_not_keep_the_shared_memory_of_a_clo
     run(story)
 
 
+def test_how_a_round_ended_that_waits_for_its_turn_is_told_when_it_has_had_it() -> None:
+    async def story() -> None:
+        fleet = await FakeFleet(2, timeouts=Timeouts(), transport=Host(num_slots=4)).attach()
+        coordinator = fleet.coordinator
+        staged = await fleet.open(1)
+        await coordinator.rounds.seal(staged.snapshot, sealed("1"))
+        other = await fleet.open(2)
+        committing = asyncio.create_task(coordinator.rounds.commit(staged.snapshot))
+        await asyncio.sleep(0)
+        asked = asyncio.create_task(coordinator.settled(staged.snapshot))  # by a caller who lost the answer, not the coordinator
+        await asyncio.sleep(0)
+        await coordinator.rounds.abandon(other.snapshot, "not needed")
+        assert (await asyncio.wait_for(asked, 10)).committed == ("r0", "r1")
+        assert (await committing).version == 1
+
+    run(story)
+
+
 def test_how_long_a_turn_may_take_grows_with_the_weights_that_are_on_their_way() -> None:
     async def story() -> None:
         timeouts = Timeouts(min_rate_bytes_per_s=1.0)
