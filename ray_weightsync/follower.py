@@ -107,6 +107,13 @@ class Follower:
     # --- the thread ---------------------------------------------------------------------------------------------------------
 
     def _follow(self) -> None:
+        try:
+            self._go_on()
+        except Exception as error:  # whoever waits for news would wait for ever
+            logger.exception("following %s ended", self._link.name)
+            self._end(f"{type(error).__name__}: {error}")
+
+    def _go_on(self) -> None:
         sequence, limit_s = self._status.sequence, self._timeouts.health_interval_s
         while not self._closed.is_set():
             if not ray.is_initialized():  # a call now would start or join another cluster
