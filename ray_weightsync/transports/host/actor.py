@@ -111,8 +111,10 @@ class SnapshotStoreActor:
             if self._ending:
                 break
         logger.info("the session of this snapshot store is over; it ends")
-        self.close()
-        ray.kill(ray.get_runtime_context().current_actor)
+        try:
+            self.close()
+        finally:  # with what could not be closed: the janitor unlinks it then
+            ray.kill(ray.get_runtime_context().current_actor)
 
     def open_slot(self, snapshot: str, plan_digest: str, num_bytes: int, overlap: bool) -> SlotAddress:
         return self._started().open_slot(snapshot, plan_digest, num_bytes, overlap)

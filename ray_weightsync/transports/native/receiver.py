@@ -63,9 +63,12 @@ class NativeReceiver:
             return
         self.close()
         init_info = dict(payload.mapping(info, "init_info"))
-        backend = self._backends.make(name)
-        self._init_info = backend.parse_init_info(init_info)
-        self._name, self._backend = name, backend
+        self._name, self._backend = name, self._backends.make(name)
+        try:
+            self._init_info = self._backend.parse_init_info(init_info)
+        except BaseException:
+            self.close()
+            raise
 
     def join(self) -> None:
         """Hand a new backend its init info, with which it may meet the trainer; it blocks as vLLM's does.

@@ -371,6 +371,13 @@ class TestChoosing:
         with pytest.raises(ValueError, match="'ipc' was to be used again, but this worker keeps none; send its init_info"):
             worker.choose()
 
+    def test_a_backend_that_does_not_understand_its_init_info_is_shut_down(self, worker: Worker) -> None:
+        with pytest.raises(ValueError, match="made to fail in parse"):
+            worker.choose(init_info={"fail_at": ["parse"]})
+        assert worker.order == ["parse", "shutdown"]
+        with pytest.raises(ValueError, match="this worker keeps none"):
+            worker.choose()
+
     @pytest.mark.parametrize("bad", [[], "text", 7], ids=repr)
     def test_init_info_is_a_dict_or_none(self, worker: Worker, bad: Any) -> None:
         with pytest.raises(ValueError, match="'init_info' must be a dict"):
