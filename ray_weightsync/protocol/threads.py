@@ -37,5 +37,5 @@ async def in_daemon_thread(function: Callable[[], T]) -> T:
         except RuntimeError:  # the loop is closed: nobody is left to tell
             logger.debug("an answer came after its loop was closed: %r", error if error is not None else result)
 
-    threading.Thread(target=work, name="rws-http", daemon=True).start()
+    threading.Thread(target=work, name="rws-blocking-call", daemon=True).start()
     return await future

@@ -44,7 +44,7 @@ def give_up(
     try:
         link.ask("abandon", snapshot, f"the sender could not stage the weights: {why}", limit_s=limit_s)
     except (WeightSyncError, RayError) as silent:  # it gives the snapshot up by itself when the deadline for staging has passed
-        logger.error("the coordinator of %s was not told that version %s is given up: %s", link.name, snapshot, silent)
+        logger.error("the coordinator of %s was not told that snapshot %s is given up: %s", link.name, snapshot, silent)
     if live is not None:
         live.close()  # whoever still waits to meet this process is told
     if committed is not None:

@@ -266,7 +266,7 @@ class SnapshotSender:
         except (SlotError, OSError) as error:
             if live.begun:
                 raise
-            logger.warning("version %s is sent and not kept: %s", ticket.snapshot, error)
+            logger.warning("snapshot %s is sent and not kept: %s", ticket.snapshot, error)
             return live.send(ticket.snapshot, source, plan)
 
     def _told(self, report: SyncReport, blocked_s: float) -> SyncReport:
