@@ -102,8 +102,8 @@ async def flush(replica: Replica, timeouts: Timeouts, *, allowed: bool) -> None:
         await look(replica, timeouts=timeouts, timeline=timeline)
     except StepFailed as failed:
         raise AttachError(
-            f"{replica.id}: the weight update that another client left open could not be flushed ({failed.phase}). The engine may be paused "
-            "and carry the label '!rws:flushed'; it was not attached.",
+            f"{replica.id}: the weight update that another client left open could not be flushed ({failed.phase}). The engine may be "
+            "paused and carry the label '!rws:flushed'; it was not attached.",
             phase="attach",
             replicas=(replica.id,),
             elapsed_s=failed.failure.elapsed_s,

@@ -14,37 +14,39 @@ from tests.unit.fleet.test_rounds import run
 LIMIT_S = 10
 
 
-async def with_a_late_write() -> tuple[FakeFleet, threading.Event]:
-    """A fleet whose journal has not been written in time; it goes on with that when the gate is opened."""
+async def with_a_late_write() -> tuple[FakeFleet, threading.Event, threading.Event]:
+    """A fleet whose journal has not been written in time; that it goes on with when the first event is set, and then sets the second."""
     fleet = await FakeFleet(1).attach()
     chronicle, write, gate = fleet.coordinator.chronicle, fleet.journal.write, threading.Event()
+    written = threading.Event()
     await chronicle.noted()
 
     def held(record: Any) -> None:
         fleet.journal.write = write  # type: ignore[method-assign]
         assert gate.wait(LIMIT_S)
         write(record)
+        written.set()
 
     fleet.journal.write = held  # type: ignore[method-assign]
     chronicle._limit_s = 0.05
     with pytest.raises(TimeoutError):
         await chronicle.write()
-    return fleet, gate
+    return fleet, gate, written
 
 
 def test_a_write_that_is_late_does_not_undo_a_later_one() -> None:
     async def story() -> None:
-        fleet, gate = await with_a_late_write()
+        fleet, gate, written = await with_a_late_write()
         chronicle = fleet.coordinator.chronicle
         fleet.coordinator._roster.label = "later"
         with pytest.raises(TimeoutError, match="an earlier call"):
             await chronicle.write()
         chronicle._limit_s = LIMIT_S
         writing = asyncio.create_task(chronicle.write())
-        await asyncio.sleep(0.05)
-        assert not writing.done()
+        assert not (await asyncio.wait({writing}, timeout=0.05))[0]
         gate.set()
         await writing
+        assert written.is_set()
         assert fleet.journal.record.label == "later"
 
     run(story)
@@ -52,14 +54,14 @@ def test_a_write_that_is_late_does_not_undo_a_later_one() -> None:
 
 def test_nor_does_it_bring_back_a_journal_that_was_erased() -> None:
     async def story() -> None:
-        fleet, gate = await with_a_late_write()
+        fleet, gate, written = await with_a_late_write()
         chronicle = fleet.coordinator.chronicle
         chronicle._limit_s = LIMIT_S
         erasing = asyncio.create_task(chronicle.erase())
-        await asyncio.sleep(0.05)
+        await asyncio.wait({erasing}, timeout=0.05)
         gate.set()
         await erasing
-        assert chronicle._doing is not None and chronicle._doing.done()
+        assert await asyncio.to_thread(written.wait, LIMIT_S)
         assert fleet.journal.record is None
 
     run(story)
