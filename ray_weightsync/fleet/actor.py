@@ -17,7 +17,6 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayTaskError
 
-from ray_weightsync.config import Native
 from ray_weightsync.engines.ref import EngineRef
 from ray_weightsync.engines.resolve import Engine, resolve, resolve_all
 from ray_weightsync.errors import AttachError, ConfigError, SessionConflict, WeightSyncError
@@ -33,15 +32,13 @@ from ray_weightsync.fleet.replica import Replica
 from ray_weightsync.fleet.rounds import PlanUnknown
 from ray_weightsync.fleet.stores import RayStores
 from ray_weightsync.fleet.topology import Group
-from ray_weightsync.fleet.turns import Busy
-from ray_weightsync.fleet.values import Sealed, Settings, Ticket, Way
+from ray_weightsync.fleet.values import Opening, Sealed, Settings, Ticket, Way
 from ray_weightsync.protocol.channel import Channel
 from ray_weightsync.protocol.threads import in_daemon_thread
 from ray_weightsync.report import FleetStatus, SyncReport
 
 if TYPE_CHECKING:
     from ray_weightsync.protocol.messages import Payload
-    from ray_weightsync.transports.collective.rendezvous import Meeting
 
 logger = logging.getLogger(__name__)
 
@@ -155,32 +152,10 @@ class _CoordinatorActor:
     async def choose_transport(self, sender: SenderFacts) -> Way:
         return (await self._ready()).choose_transport(sender)
 
-    async def open_snapshot(
-        self,
-        snapshot_id: str,
-        version: int | str,
-        plan_digest: str,
-        plan: dict[str, Any] | None,
-        node_id: str,
-        busy: Busy,
-        sender: Process,
-        offer: Meeting | Native | None,
-        way: Way | None,
-    ) -> Ticket | None:
+    async def open_snapshot(self, opening: Opening) -> Ticket | None:
         """None asks for the plan itself."""
         try:
-            rounds = (await self._ready()).rounds
-            return await rounds.open(
-                snapshot_id,
-                version,
-                plan_digest=plan_digest,
-                plan=plan,
-                node_id=node_id,
-                busy=busy,
-                sender=sender,
-                offer=offer,
-                way=way,
-            )
+            return await (await self._ready()).rounds.open(opening)
         except PlanUnknown:
             return None
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ray_weightsync.config import Native, version_label
+from ray_weightsync.config import version_label
 from ray_weightsync.errors import ConfigError, WeightSyncError
 from ray_weightsync.fleet.bring import Bring
 from ray_weightsync.fleet.broadcast import Broadcast
@@ -27,15 +27,11 @@ from ray_weightsync.fleet.round import Aborted, NotAll, RoundLog
 from ray_weightsync.fleet.snapshot import Snapshot
 from ray_weightsync.fleet.staging import AFTER_REPLY_S
 from ray_weightsync.fleet.states import ReplicaEvent, ReplicaState
-from ray_weightsync.fleet.turns import Busy
-from ray_weightsync.fleet.values import Sealed, Ticket, Way
+from ray_weightsync.fleet.values import Opening, Sealed, Ticket, Way
 from ray_weightsync.fleet.verdicts import not_committed, verdict
 from ray_weightsync.fleet.within_reach import within_reach
 from ray_weightsync.report import ReplicaReport, SyncReport
 from ray_weightsync.weights.plan import Plan
-
-if TYPE_CHECKING:
-    from ray_weightsync.transports.collective.rendezvous import Meeting
 
 logger = logging.getLogger(__name__)
 
@@ -69,25 +65,11 @@ class Rounds:
 
     # --- staging ------------------------------------------------------------------------------------------------------------
 
-    async def open(
-        self,
-        snapshot_id: str,
-        version: int | str,
-        *,
-        plan_digest: str,
-        plan: dict[str, Any] | None,
-        node_id: str,
-        busy: Busy,
-        sender: Process,
-        offer: Meeting | Native | None = None,
-        way: Way | None = None,
-    ) -> Ticket:
+    async def open(self, opening: Opening) -> Ticket:
         """Begin a round: check the version, allot memory, start the preflight beside the sender's packing.
 
-        The turn is the caller's until `seal`, `commit` or `abandon`, until ``sender`` died, or until the sender's deadline has passed.
-        The snapshot's id is the caller's choice (32 hex digits), so that it can be abandoned before this returns. With an ``offer`` the
-        bytes go straight from the sender to the engines, and it learns from `live` whom to expect: it is met at a `Meeting`, or has a
-        trainer engine of vLLM's, whose calls it makes there. Why it goes so is said by ``way``, where each round of this session chooses.
+        The turn is the caller's until `seal`, `commit` or `abandon`, until the sender died, or until the sender's deadline has passed. One
+        that made an offer learns from `live` whom to expect.
 
         Raises:
             PlanUnknown: ``plan`` is needed.
@@ -95,41 +77,45 @@ class Rounds:
             RoundAborted, FleetTorn: if another round does not end, or no memory is left.
             SessionConflict: if other sessions have taken every engine of this one.
         """
-        label = version_label(version)
-        known = self._plan(plan_digest, plan)
+        label = version_label(opening.version)
+        known = self._plan(opening.plan_digest, opening.plan)
         limit_s = self._timeouts.staging_s(known.num_bytes)
         turn_s = max(limit_s + self._timeouts.round_s(known.num_bytes), self._parts.longest_turn_s)
-        await self._parts.turn.take(snapshot_id, busy=busy, limit_s=turn_s)
+        await self._parts.turn.take(opening.snapshot, busy=opening.busy, limit_s=turn_s)
         self._parts.turn_bytes = known.num_bytes
-        log = RoundLog(snapshot_id)
         try:
-            self._parts.claims.require_any(self._roster.replicas.values())
-            self._require_not_abandoned(snapshot_id)
-            if self._roster.was_committed_before(label):
-                raise ConfigError(f"version {label!r} was committed before; versions are unique (now: {self._roster.label!r})")
-            self._roster.round_id = snapshot_id
-            self._roster.changed("stage")
-            way = way or self._settings.way or Way(transport=self._settings.host, reason=BY_HOST)
-            live = None if offer is None else self.live.begin(offer, known, way)
-            kept = live is None or (isinstance(live, Broadcast) and way.keeps_broadcast)
-            log.transport_reason = way.reason
-            if live is not None:
-                log.transport, log.attested, log.grouped = live.name, live.attested, live.grouped
-            snapshot = await self._staging.open(log, version, label, known, node_id, kept=kept, live=live)
-            try:
-                self._require_not_abandoned(snapshot_id)
-            except WeightSyncError:
-                await self._staging.free(snapshot)
-                raise
+            snapshot = await self._begun(opening, label, known)
         except BaseException:
-            self._parts.end_turn(snapshot_id)
+            self._parts.end_turn(opening.snapshot)
             raise
         snapshot.preflight = self._parts.spawn(self._look(snapshot))
-        if live is not None:  # it is sealed when all have received
+        if snapshot.live is not None:  # it is sealed when all have received
             limit_s += self._timeouts.round_s(known.num_bytes)
-        self._parts.spawn(self._give_up_after(snapshot, limit_s, sender))
-        address = snapshot.copies[node_id].address if kept else None
-        return Ticket(snapshot=snapshot_id, address=address, progress_bytes=self._settings.host.bucket_bytes)
+        self._parts.spawn(self._give_up_after(snapshot, limit_s, opening.sender))
+        address = snapshot.copies[opening.node_id].address if snapshot.kept else None
+        return Ticket(snapshot=snapshot.id, address=address, progress_bytes=self._settings.host.bucket_bytes)
+
+    async def _begun(self, opening: Opening, label: str, plan: Plan) -> Snapshot:
+        """The snapshot, with its slot on the sender's node if it is kept."""
+        self._parts.claims.require_any(self._roster.replicas.values())
+        self._require_not_abandoned(opening.snapshot)
+        if self._roster.was_committed_before(label):
+            raise ConfigError(f"version {label!r} was committed before; versions are unique (now: {self._roster.label!r})")
+        self._roster.round_id = opening.snapshot
+        self._roster.changed("stage")
+        way = opening.way or self._settings.way or Way(transport=self._settings.host, reason=BY_HOST)
+        log = RoundLog(opening.snapshot, transport_reason=way.reason)
+        live = None if opening.offer is None else self.live.begin(opening.offer, plan, way)
+        if live is not None:
+            log.transport, log.attested, log.grouped = live.name, live.attested, live.grouped
+        kept = live is None or (isinstance(live, Broadcast) and way.keeps_broadcast)
+        snapshot = await self._staging.open(log, opening.version, label, plan, opening.node_id, kept=kept, live=live)
+        try:
+            self._require_not_abandoned(snapshot.id)
+        except WeightSyncError:
+            await self._staging.free(snapshot)
+            raise
+        return snapshot
 
     def _require_not_abandoned(self, snapshot_id: str) -> None:
         """Its sender may have gone away while it waited for its turn, or for its slot."""

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ray_weightsync.config import AdoptPolicy, Auto, CachePolicy, Collective, FailurePolicy, Host, Native, PauseMode, Timeouts, Transport
+from ray_weightsync.fleet.cluster import Process
+from ray_weightsync.fleet.turns import Busy
 from ray_weightsync.transports.native.backends import traits
+
+if TYPE_CHECKING:
+    from ray_weightsync.transports.collective.rendezvous import Meeting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +70,33 @@ class Settings:
     def way(self) -> Way | None:
         """How every round goes; None if each one chooses."""
         return None if isinstance(self.transport, Auto) else Way(transport=self.transport, reason=self.transport_reason)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opening:
+    """What a sender says when it asks for the right to send one version's weights.
+
+    Attributes:
+        snapshot: The snapshot's id, of its own choice (32 hex digits), so that it can be given up before it is answered.
+        version: As the caller gave it.
+        plan_digest: Which plan.
+        plan: The plan in its form for the wire. None: the coordinator is believed to know it.
+        node_id: Where it writes.
+        busy: Whether it waits for a round in progress.
+        sender: The process, whose death ends the round before it is sealed.
+        offer: With one the bytes go straight from the sender to the engines: it is met at a `Meeting`, or has a trainer engine of vLLM's.
+        way: How the bytes are to go, where each round of the session chooses.
+    """
+
+    snapshot: str
+    version: int | str
+    plan_digest: str
+    plan: dict[str, Any] | None
+    node_id: str
+    busy: Busy
+    sender: Process
+    offer: Meeting | Native | None = None
+    way: Way | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

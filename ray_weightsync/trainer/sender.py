@@ -11,11 +11,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,7 @@ from ray_weightsync.fleet.choosing import not_from_gpu
 from ray_weightsync.fleet.cluster import Process
 from ray_weightsync.fleet.link import CoordinatorLink, CoordinatorLost
 from ray_weightsync.fleet.turns import Busy
-from ray_weightsync.fleet.values import Sealed, Settings, Ticket, Way
+from ray_weightsync.fleet.values import Opening, Sealed, Settings, Ticket, Way
 from ray_weightsync.report import SyncReport
 from ray_weightsync.trainer.broadcasting import Broadcasting
 from ray_weightsync.trainer.facts import sender_facts
@@ -200,30 +200,37 @@ class SnapshotSender:
             raise ConfigError(f"busy must be 'wait' or 'raise', not {busy!r}")
         weights = as_source(source) if live is None else live.source(source)
         plan = self._plan(weights)
-        node_id = ray.get_runtime_context().get_node_id()
+        opening = Opening(
+            snapshot="",
+            version=version,
+            plan_digest=plan.digest,
+            plan=None,
+            node_id=ray.get_runtime_context().get_node_id(),
+            busy=busy,
+            sender=self._me,
+            offer=None if live is None else live.offer,
+            way=way,
+        )
         # Besides the round of another sender, which it may have to wait for.
         limit_s = self._timeouts.staging_s(plan.num_bytes) + self._round_s(plan.num_bytes)
-        offer = None if live is None else live.offer
-        ticket = None if plan.digest not in self._sent_plans else self._ticket(version, plan, None, node_id, busy, offer, way, limit_s)
+        ticket = None if plan.digest not in self._sent_plans else self._ticket(opening, limit_s)
         if ticket is None:  # the coordinator does not know this plan, forgot it among others, or is a successor
-            ticket = self._ticket(version, plan, plan.to_wire(), node_id, busy, offer, way, limit_s)
+            ticket = self._ticket(replace(opening, plan=plan.to_wire()), limit_s)
         assert ticket is not None, "it was given the plan"
         self._sent_plans.add(plan.digest)
         return weights, plan, ticket
 
-    def _ticket(
-        self, version: int | str, plan: Plan, wire: Any, node_id: str, busy: Busy, offer: Any, way: Way | None, limit_s: float
-    ) -> Ticket | None:
-        """The right to write a snapshot; None if the coordinator does not know the plan."""
+    def _ticket(self, opening: Opening, limit_s: float) -> Ticket | None:
+        """The right to write a snapshot, which is given an id here; None if the coordinator does not know the plan."""
         snapshot = uuid.uuid4().hex
-        pending = self._link.submit("open_snapshot", snapshot, version, plan.digest, wire, node_id, busy, self._me, offer, way)
+        pending = self._link.submit("open_snapshot", replace(opening, snapshot=snapshot))
         try:
             ticket: Ticket | None = self._link.wait(pending, "open_snapshot", limit_s=limit_s, turns=1)
         except CoordinatorLost as lost:
             logger.warning("the coordinator of %s died when a round was opened; its successor is asked (%s)", self._session, lost)
             # Under another id: one that only seemed to be gone is not to give this one its turn later.
             self._link.ask("abandon", snapshot, "its sender lost the answer", limit_s=limit_s)
-            return None if wire is None else self._ticket(version, plan, wire, node_id, busy, offer, way, limit_s)
+            return None if opening.plan is None else self._ticket(opening, limit_s)
         except WeightSyncError:
             raise
         except BaseException as error:  # interrupted while it waited: it must not be given the turn later
@@ -270,6 +277,6 @@ class SnapshotSender:
             return live.send(ticket.snapshot, source, plan)
 
     def _told(self, report: SyncReport, blocked_s: float) -> SyncReport:
-        report = dataclasses.replace(report, trainer_blocked_s=blocked_s)
+        report = replace(report, trainer_blocked_s=blocked_s)
         logger.info("%s", report.line())
         return report

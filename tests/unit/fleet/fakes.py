@@ -18,7 +18,7 @@ from ray_weightsync.fleet.cluster import Process
 from ray_weightsync.fleet.coordinator import Coordinator
 from ray_weightsync.fleet.journal import Origin
 from ray_weightsync.fleet.replica import Replica
-from ray_weightsync.fleet.values import Sealed, Settings, Ticket, Way
+from ray_weightsync.fleet.values import Opening, Sealed, Settings, Ticket, Way
 from ray_weightsync.protocol.channel import (
     FINISH,
     INIT,
@@ -145,18 +145,7 @@ class FakeFleet:
         offer: Meeting | Native | None = None,
         way: Way | None = None,
     ) -> Ticket:
-        plan = plan if plan is not None else plan_of()
-        return await self.coordinator.rounds.open(
-            uuid.uuid4().hex,
-            version,
-            plan_digest=plan.digest,
-            plan=plan.to_wire(),
-            node_id="node",
-            busy="wait",
-            sender=sender,
-            offer=offer,
-            way=way,
-        )
+        return await self.coordinator.rounds.open(opening_of(version, plan, sender=sender, offer=offer, way=way))
 
     async def send(self, version: int | str, *, digest: str | None = None, plan: Plan | None = None) -> Any:
         ticket = await self.open(version, plan)
@@ -247,6 +236,13 @@ class FakeTrainerEngine:
             if verb == self.fails_at:
                 raise ZeroDivisionError("the source failed")
             yield verb, payload
+
+
+def opening_of(version: int | str, plan: Plan | None = None, *, snapshot: str | None = None, **fields: Any) -> Opening:
+    """What a sender on the node ``"node"`` asks for."""
+    plan = plan if plan is not None else plan_of()
+    asked: dict[str, Any] = {"node_id": "node", "busy": "wait", "sender": ALIVE, **fields}
+    return Opening(snapshot=snapshot or uuid.uuid4().hex, version=version, plan_digest=plan.digest, plan=plan.to_wire(), **asked)
 
 
 def meeting_of() -> Meeting:

@@ -12,9 +12,8 @@ import pytest
 from ray_weightsync.config import Host, Timeouts
 from ray_weightsync.errors import ConfigError, FleetTorn, ReplicasLost, RoundAborted
 from ray_weightsync.fleet.steps import StepFailed
-from tests.unit.fleet.fake_cluster import ALIVE
 from tests.unit.fleet.fake_engine import PLAN, FakeEngine
-from tests.unit.fleet.fakes import FakeFleet, plan_of, sealed
+from tests.unit.fleet.fakes import FakeFleet, opening_of, sealed
 
 
 def run(story: Callable[[], Awaitable[None]]) -> None:
@@ -212,12 +211,7 @@ def test_a_sender_that_gave_up_while_it_waited_for_its_turn_does_not_get_it_late
     async def story() -> None:
         fleet = await FakeFleet(1).attach()
         first = await fleet.open(1)
-        plan = plan_of()
-        waiting = asyncio.create_task(
-            fleet.coordinator.rounds.open(
-                "f" * 32, 2, plan_digest=plan.digest, plan=plan.to_wire(), node_id="node", busy="wait", sender=ALIVE
-            )
-        )
+        waiting = asyncio.create_task(fleet.coordinator.rounds.open(opening_of(2, snapshot="f" * 32)))
         await asyncio.sleep(0)
         await fleet.coordinator.rounds.abandon("f" * 32, "interrupted")
         await fleet.coordinator.rounds.commit(first.snapshot, sealed=sealed("d"), holds_turn=True)
