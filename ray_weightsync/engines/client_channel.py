@@ -8,6 +8,7 @@ from typing import Any
 from ray_weightsync.protocol.chain import StepByStep
 from ray_weightsync.protocol.channel import REQUIRED_VERBS, unsupported
 from ray_weightsync.protocol.client import VLLMWeightSyncClient
+from ray_weightsync.protocol.threads import in_daemon_thread
 
 
 class ClientChannel(StepByStep):
@@ -34,4 +35,5 @@ class ClientChannel(StepByStep):
         if not self.supports(verb):
             raise unsupported(verb, (self.label,))
         async with self._turn:
-            return await asyncio.to_thread(getattr(self._client, verb), *args, **kwargs)
+            # Not asyncio's executor: a client that hangs would hold one of its few threads, which others wait for.
+            return await in_daemon_thread(lambda: getattr(self._client, verb)(*args, **kwargs))

@@ -27,9 +27,13 @@ async def in_daemon_thread(function: Callable[[], T]) -> T:
             future.set_exception(error)
 
     def work() -> None:
-        result, error = None, None
+        result: Any = None
+        error: BaseException | None = None
         try:
             result = function()
+        except StopIteration as raised:  # which no future takes: it would never be over
+            error = RuntimeError(f"StopIteration: {raised}")
+            error.__cause__ = raised
         except BaseException as raised:
             error = raised
         try:
