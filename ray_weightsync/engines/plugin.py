@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ray_weightsync.worker.identity import package_version
 from ray_weightsync.worker.payload import words_of
-from ray_weightsync.worker.updates import MARKER, package_version
+from ray_weightsync.worker.updates import MARKER
 
 if TYPE_CHECKING:
     from ray_weightsync.worker.receiver import Receiver

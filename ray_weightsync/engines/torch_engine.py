@@ -22,8 +22,10 @@ from ray_weightsync.protocol.channel import KNOWN_VERBS
 from ray_weightsync.protocol.remote import described, halt, run_here
 from ray_weightsync.transports.collective.receiver import CollectiveReceiver
 from ray_weightsync.transports.host.receiver import HostReceiver
+from ray_weightsync.worker.identity import RESIDENT, package_version
 from ray_weightsync.worker.receiver import Receiver
-from ray_weightsync.worker.updates import RESIDENT, SoleRank, WorkerUpdates, package_version
+from ray_weightsync.worker.seams import SoleRank
+from ray_weightsync.worker.updates import WorkerUpdates
 
 MAX_REQUESTS = 8
 """Threads for `forward`: requests that can be in flight, frozen ones included, before others wait in Ray's queue."""

@@ -30,14 +30,11 @@ from ray_weightsync.worker import payload
 from ray_weightsync.worker.answering import Then, complaints
 from ray_weightsync.worker.course import ByReceivers, Chosen, Course, Delegate, receiver_of
 from ray_weightsync.worker.device import has_nccl, told_device
-from ray_weightsync.worker.identity import RESIDENT as RESIDENT
-from ray_weightsync.worker.identity import node_ip
-from ray_weightsync.worker.identity import package_version as package_version
+from ray_weightsync.worker.identity import RESIDENT, node_ip, package_version
 from ray_weightsync.worker.plans import WorkerPlans
 from ray_weightsync.worker.receiver import Receiver
 from ray_weightsync.worker.record import Asked, Session
 from ray_weightsync.worker.seams import Agreement, ModelLoader
-from ray_weightsync.worker.seams import SoleRank as SoleRank
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import engine_actors
 
-from ray_weightsync.worker.updates import package_version
+from ray_weightsync.worker.identity import package_version
 
 ray.cloudpickle.register_pickle_by_value(engine_actors)
 

@@ -22,7 +22,7 @@ from ray_weightsync.engines.resolve import Engine, inspect, resolve, resolve_all
 from ray_weightsync.errors import AttachError, ConfigError, EngineCallError
 from ray_weightsync.protocol.channel import FINISH, INIT, PAUSE, RESUME, SET_VERSION, START, UPDATE
 from ray_weightsync.protocol.ray_channel import ActorChannel
-from ray_weightsync.worker.updates import package_version
+from ray_weightsync.worker.identity import package_version
 
 LIMIT_S = 60.0
 Make = Callable[..., Any]

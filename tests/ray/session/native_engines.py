@@ -24,7 +24,8 @@ from ray_weightsync.transports.native.arrivals import Arrivals
 from ray_weightsync.transports.native.source import RoundSource
 from ray_weightsync.weights.plan import Plan
 from ray_weightsync.worker.receiver import Delivery, Received
-from ray_weightsync.worker.updates import SoleRank, WorkerUpdates
+from ray_weightsync.worker.seams import SoleRank
+from ray_weightsync.worker.updates import WorkerUpdates
 from tests.ray.session.conftest import LIMIT_S, Fleet
 
 

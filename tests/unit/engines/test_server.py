@@ -18,7 +18,7 @@ from ray_weightsync.engines.ref import EngineRef, as_refs
 from ray_weightsync.engines.resolve import inspect, resolve, resolve_all
 from ray_weightsync.engines.vllm_args import WORKER_EXTENSION
 from ray_weightsync.errors import AttachError, EngineCallError
-from ray_weightsync.worker.updates import package_version
+from ray_weightsync.worker.identity import package_version
 
 LIMIT_S = 20.0
 

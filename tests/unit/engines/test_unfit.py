@@ -12,7 +12,7 @@ from ray_weightsync.engines.facts import EngineFacts, WorkerFacts
 from ray_weightsync.engines.ref import EngineRef
 from ray_weightsync.engines.resolve import Engine, require_distinct, unfit
 from ray_weightsync.errors import AttachError
-from ray_weightsync.worker.updates import package_version
+from ray_weightsync.worker.identity import package_version
 
 REF = EngineRef("gen")
 

@@ -24,7 +24,8 @@ from ray_weightsync.transports.host.store import SnapshotStore
 from ray_weightsync.transports.host.writer import SlotWriter
 from ray_weightsync.weights.plan import ParamMeta, Plan
 from ray_weightsync.worker.receiver import Received
-from ray_weightsync.worker.updates import SoleRank, WorkerUpdates
+from ray_weightsync.worker.seams import SoleRank
+from ray_weightsync.worker.updates import WorkerUpdates
 
 LIMIT_S = 30
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from ray_weightsync.worker.agreement import KEPT_CALLS, StoreAgreement, over_world_group
-from ray_weightsync.worker.updates import SoleRank
+from ray_weightsync.worker.seams import SoleRank
 
 
 @pytest.fixture

@@ -15,7 +15,8 @@ from ray_weightsync.weights.plan import ParamMeta, Plan
 from ray_weightsync.worker.payload import MAX_WORDS, words_of
 from ray_weightsync.worker.plans import MAX_PLANS
 from ray_weightsync.worker.receiver import Received
-from ray_weightsync.worker.updates import MARKER, SoleRank, WorkerUpdates
+from ray_weightsync.worker.seams import SoleRank
+from ray_weightsync.worker.updates import MARKER, WorkerUpdates
 
 PLAN = Plan.from_metadata([ParamMeta("a", torch.float32, (2,)), ParamMeta("b", torch.float32, (3,))])
 RECEIVED = Received(snapshot="snap-1", digest="d1", num_bytes=20, num_tensors=2)
