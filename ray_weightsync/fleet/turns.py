@@ -45,9 +45,10 @@ class Turn:
         Raises:
             RoundAborted, FleetTorn: if another round holds it and ``busy="raise"``, or if it is not free within ``limit_s`` seconds.
         """
-        if self._lock.locked() and busy == "raise":
+        if busy == "raise" and (self._lock.locked() or self._waiting):
+            since = f"has been in progress for {time.monotonic() - self._since:.1f} s" if self._holder is not None else "is about to begin"
             raise self._unchanged(
-                f"Round {self._holder} has been in progress for {time.monotonic() - self._since:.1f} s.",
+                f"Round {self._holder or self._waiting[0]} {since}.",
                 phase="open",
                 hint="call again when it has ended, or pass busy='wait'",
             )

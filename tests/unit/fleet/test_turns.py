@@ -57,3 +57,18 @@ def test_a_late_release_does_not_free_somebody_elses_turn() -> None:
         assert turn.holder == "new"
 
     asyncio.run(story())
+
+
+def test_who_does_not_want_to_wait_does_not_wait_for_one_that_is_about_to_begin_either() -> None:
+    async def story() -> None:
+        turn = Turn(RoundAborted)
+        await turn.take("first", busy="wait", limit_s=1)
+        second = asyncio.create_task(turn.take("second", busy="wait", limit_s=5))
+        await asyncio.sleep(0)
+        turn.release("first")
+        with pytest.raises(RoundAborted, match="Round second is about to begin"):
+            await turn.take("third", busy="raise", limit_s=0.1)
+        await second
+        assert turn.holder == "second"
+
+    asyncio.run(story())
