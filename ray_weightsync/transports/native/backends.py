@@ -16,6 +16,7 @@ class BackendTraits:
         one_mesh: Its workers are one mesh of ranks: those of one engine, or of one data-parallel deployment.
         needs_source: The trainer's engine reads the weights from a source. Otherwise they are handed to its ``send_weights``.
         layouts: That source says how the trainer's ranks hold each tensor (vLLM's ``M2NWeightSource``).
+        of_all_ranks: The trainer's engine has collectives over torch's default process group: every rank of that has to call it.
     """
 
     name: str
@@ -24,15 +25,16 @@ class BackendTraits:
     one_mesh: bool = False
     needs_source: bool = True
     layouts: bool = False
+    of_all_ranks: bool = False
 
 
 _KNOWN = {
     each.name: each
     for each in (
-        BackendTraits(name="ipc", attested=True, grouped=False),
+        BackendTraits(name="ipc", attested=True, grouped=False, of_all_ranks=True),
         BackendTraits(name="nccl", attested=True),
         BackendTraits(name="sparse_nccl", needs_source=False),
-        BackendTraits(name="sharded_rdt", grouped=False),
+        BackendTraits(name="sharded_rdt", grouped=False, of_all_ranks=True),
         BackendTraits(name="nccl_m2n", one_mesh=True, layouts=True),
     )
 }
