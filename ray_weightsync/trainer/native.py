@@ -219,7 +219,9 @@ def vllm_engine_maker(native: Native) -> EngineMaker:
         ConfigError: as of `VllmEngines`.
     """
     engines = VllmEngines(native)
-    return lambda client, source, members: engines.make(client, source, workers=[len(each.ranks) for each in members.group.members])
+    return lambda client, source, members: engines.make(
+        client, source, workers=[len(each.ranks) for each in members.group.members], vllm=members.vllm
+    )
 
 
 def settle(over: Future[Packed], result: Packed | BaseException) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ray_weightsync.config import Native
+from ray_weightsync.errors import ConfigError
 from ray_weightsync.fleet.shares import own_init_info
 from ray_weightsync.fleet.topology import Group, Shape, group_of
 from ray_weightsync.transports.native.backends import traits
@@ -139,3 +140,23 @@ def test_nccl_m2n_sends_every_tensor_whole_from_one_trainer_rank(monkeypatch: py
     sent = [call.args[0] for call in library.reshard.call_args_list]
     assert all(torch.equal(each, tensor) for each, tensor in zip(sent, weights.values(), strict=True))
     assert source.packed().digest == weights_digest(weights)
+
+
+ODD = {"a": torch.ones(3, dtype=torch.bfloat16), "b": torch.ones(1)}
+"""Packed end to end, the second one could not be viewed by an engine: it would raise there, while the sender waits in a broadcast."""
+
+
+def test_vllms_broadcast_of_what_it_cannot_pack_is_made_one_by_one_or_refused_before_any_engine_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm.distributed.weight_transfer import nccl_engine
+
+    monkeypatch.setattr(nccl_engine, "open_trainer_endpoint", lambda init_info: MagicMock())
+    client = MagicMock()
+    engine: Any = VllmEngines(Native("nccl")).make(client, source_of(**ODD), workers=[1])
+    assert client.init_weight_transfer_engine.call_args.args[0]["packed"] is False
+    engine.shutdown()
+    client.reset_mock()
+    with pytest.raises(ConfigError, match="'b'"):
+        VllmEngines(Native("nccl", options={"packed": True})).make(client, source_of(**ODD), workers=[1])
+    assert client.mock_calls == []
