@@ -14,12 +14,14 @@ from ray_weightsync.config import Native
 from ray_weightsync.errors import ConfigError
 from ray_weightsync.fleet.shares import own_init_info
 from ray_weightsync.fleet.topology import Group, Shape, group_of
+from ray_weightsync.transports.native import backends
 from ray_weightsync.transports.native.backends import traits
 from ray_weightsync.transports.native.engine import OURS, VllmEngines, as_vllms, of_fleet
 from ray_weightsync.transports.native.source import RoundSource
 from ray_weightsync.weights.digest import weights_digest
 from ray_weightsync.weights.plan import Plan
 from ray_weightsync.weights.sources import StateDictSource
+from ray_weightsync.worker.device import is_installed
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's own imports
@@ -104,6 +106,14 @@ def test_a_source_is_one_of_vllms_own() -> None:
     assert [names for names, _ in source.iter_groups()] == [["a", "b"]]
 
 
+@pytest.mark.parametrize(("backend", "module"), [("nccl_m2n", "nccl.m2n"), ("sharded_rdt", "nixl")])
+def test_what_vllm_does_not_install_is_missed_before_a_round_begins(backend: str, module: str) -> None:
+    if backend not in KNOWN or is_installed(module):
+        pytest.skip(f"no {backend} here, or all that it needs")
+    with pytest.raises(ConfigError, match=f"'native:{backend}' needs '{module}', which is not installed in the trainer"):
+        VllmEngines(Native(backend))
+
+
 @pytest.mark.skipif("nccl_m2n" not in KNOWN, reason="this vLLM has no nccl_m2n")
 def test_nccl_m2n_sends_every_tensor_whole_from_one_trainer_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.distributed.weight_transfer import m2n_trainer
@@ -119,6 +129,7 @@ def test_nccl_m2n_sends_every_tensor_whole_from_one_trainer_rank(monkeypatch: py
 
     library, client = MagicMock(), MagicMock()
     monkeypatch.setattr(m2n_trainer, "import_m2n", lambda: library)
+    monkeypatch.setattr(backends, "is_installed", lambda module: True)
     monkeypatch.setattr(m2n_trainer, "trainer_init", lambda *args, **kwargs: Ranks())
     monkeypatch.setattr(torch.cuda, "current_stream", MagicMock())
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *args: None)

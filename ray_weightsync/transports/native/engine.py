@@ -18,7 +18,7 @@ from ray_weightsync.errors import ConfigError
 from ray_weightsync.protocol.client import VLLMWeightSyncClient
 from ray_weightsync.transports.collective.stock_format import OLDEST
 from ray_weightsync.transports.collective.stock_meeting import oldest_release
-from ray_weightsync.transports.native.backends import traits
+from ray_weightsync.transports.native.backends import missing_module, traits
 from ray_weightsync.transports.native.forms import fitting
 from ray_weightsync.transports.native.patches import Patches
 from ray_weightsync.transports.native.source import RoundSource
@@ -51,7 +51,8 @@ class VllmEngines:
         native: The backend, and its options.
 
     Raises:
-        ConfigError: if vLLM cannot be imported here, has no such trainer engine, or that has not one of the options.
+        ConfigError: if vLLM, or what the engine needs beside it, cannot be imported here, or it has no such trainer engine, or that has not
+            one of the options.
     """
 
     def __init__(self, native: Native) -> None:
@@ -70,7 +71,13 @@ class VllmEngines:
         if native.backend not in known:
             raise ConfigError(f"this vLLM has no trainer engine {native.backend!r}; it has {', '.join(sorted(known))}")
         self._factory = WeightTransferTrainerFactory
-        self._init_info_cls: Any = known[native.backend]().init_info_cls
+        engine = known[native.backend]()
+        if (module := missing_module(native.backend, engine)) is not None:
+            raise ConfigError(
+                f"transport {transport_name(native)!r} needs {module!r}, which is not installed in the trainer",
+                hint="docs/transports.md says what each backend needs, in the trainer and in the engines",
+            )
+        self._init_info_cls: Any = engine.init_info_cls
         self._fields = {field.name for field in dataclasses.fields(self._init_info_cls) if field.init}
         if wrong := sorted(set(native.options) - self._fields | set(native.options) & set(OURS)):
             mine = ", ".join(sorted(self._fields - set(OURS))) or "none"
