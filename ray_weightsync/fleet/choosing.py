@@ -38,6 +38,7 @@ class SenderFacts:
         current: The GPU that its process uses unless told otherwise, which is the one that transports send from. None without a GPU.
         nccl: Whether nccl4py can be used there.
         vllm: Whether vLLM is.
+        num_ranks: Ranks of torch's default process group there, of which this one alone sends; 1 without one.
     """
 
     node_id: str
@@ -45,6 +46,7 @@ class SenderFacts:
     current: DeviceFacts | None = None
     nccl: bool = False
     vllm: bool = False
+    num_ranks: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +120,8 @@ def out_of_reach(transport: Host | Collective | Native, sender: SenderFacts, mem
 
     It would be found in the middle of an update otherwise, with all engines torn, or stuck.
     """
+    if isinstance(transport, Native) and (why := _waits_for_ranks(sender, transport.backend)) is not None:
+        return why
     if sender.current is None or isinstance(transport, Host):
         return None
     placed = [member for member in members if member.devices]
@@ -231,8 +235,6 @@ def _on_no_gpu(members: Sequence[MemberFacts]) -> str | None:
 
 def _no_ipc(sender: SenderFacts, members: Sequence[MemberFacts]) -> str | None:
     """Why engines on the sender's GPU cannot receive by CUDA IPC."""
-    if not sender.vllm:
-        return "all workers share the sender's GPU, and vLLM, whose CUDA IPC it would be, is missing in the sender's process"
     reasons = {
         "sync": "is a synchronous LLM, which cannot be called while an update is open",
         "http": "is behind HTTP, by which no CUDA IPC handle travels (it would have to be unpickled there)",
@@ -240,7 +242,19 @@ def _no_ipc(sender: SenderFacts, members: Sequence[MemberFacts]) -> str | None:
     for member in members:
         if member.kind != "async":
             return f"{member.id} shares the sender's GPU and {reasons.get(member.kind, f'is a {member.kind} engine, not vLLM in an actor')}"
-    return None
+    if not sender.vllm:
+        return "all workers share the sender's GPU, and vLLM, whose CUDA IPC it would be, is missing in the sender's process"
+    return _waits_for_ranks(sender, "ipc")
+
+
+def _waits_for_ranks(sender: SenderFacts, backend: str) -> str | None:
+    """Why vLLM's trainer engine would wait for ever in a collective of the trainer's own: nobody but the sender calls it."""
+    if sender.num_ranks == 1 or not traits(backend).of_all_ranks:
+        return None
+    return (
+        f"the sender is one of {sender.num_ranks} ranks of torch's default process group, and vLLM's trainer engine of {backend!r} "
+        "waits for all of them, while the sender alone calls it"
+    )
 
 
 def no_nccl_in(where: str) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 import ray
 import torch
+import torch.distributed as dist
 
 from ray_weightsync.engines.facts import DeviceFacts
 from ray_weightsync.fleet.choosing import GPU, SenderFacts
@@ -31,4 +32,5 @@ def sender_facts(source: WeightSource) -> SenderFacts:
         current=current,
         nccl=current is not None and has_nccl(),
         vllm=current is not None and is_installed("vllm"),
+        num_ranks=dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
     )

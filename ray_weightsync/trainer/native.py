@@ -81,11 +81,13 @@ class _Driven:
         self.client = RelayClient(link)
         self.source = RoundSource()
         self.engine: TrainerEngine | None = None
-        cuda: Any = torch.cuda  # partly untyped
-        self._gpu: int | None = cuda.current_device() if cuda.is_available() else None
+        self._cuda: Any = torch.cuda  # partly untyped
+        self._gpu: int | None = self._cuda.current_device() if self._cuda.is_available() else None
 
     def begin(self, round_id: str, source: WeightSource, plan: Plan, limit_s: float) -> None:
-        """What is sent next, and the seconds that one call of it may take."""
+        """What is sent next, and the seconds that one call of it may take. To be called on the thread that sends."""
+        if self._gpu is not None:  # what this thread's stream still does to the weights is not waited for by the engine's thread
+            self._cuda.current_stream(self._gpu).synchronize()
         self.client.begin(round_id, limit_s)
         self.source.begin(source, plan)
 
@@ -93,7 +95,7 @@ class _Driven:
         """Send the round, unless somebody fails ``over`` before: then the engine is shut down as soon as it comes back."""
         try:
             if self._gpu is not None:
-                torch.cuda.set_device(self._gpu)  # of this thread: a new one begins with GPU 0
+                self._cuda.set_device(self._gpu)  # of this thread: a new one begins with GPU 0
             settle(over, self._send(members))
         except BaseException as error:  # told to whoever waits
             settle(over, error)
@@ -219,7 +221,9 @@ def vllm_engine_maker(native: Native) -> EngineMaker:
         ConfigError: as of `VllmEngines`.
     """
     engines = VllmEngines(native)
-    return lambda client, source, members: engines.make(client, source, workers=[len(each.ranks) for each in members.group.members])
+    return lambda client, source, members: engines.make(
+        client, source, workers=[len(each.ranks) for each in members.group.members], vllm=members.vllm
+    )
 
 
 def settle(over: Future[Packed], result: Packed | BaseException) -> None:

@@ -52,8 +52,11 @@ def has_nccl() -> bool:
 
 
 def is_installed(module: str) -> bool:
-    """Whether a top-level module can be found. It is not imported."""
-    return importlib.util.find_spec(module) is not None
+    """Whether a module can be found. It is not imported, but the packages that it lies in are."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # one of those is missing
+        return False
 
 
 def _uuid(device: torch.device) -> str | None:

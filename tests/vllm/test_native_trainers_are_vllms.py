@@ -11,14 +11,17 @@ import pytest
 import torch
 
 from ray_weightsync.config import Native
+from ray_weightsync.errors import ConfigError
 from ray_weightsync.fleet.shares import own_init_info
 from ray_weightsync.fleet.topology import Group, Shape, group_of
+from ray_weightsync.transports.native import backends
 from ray_weightsync.transports.native.backends import traits
 from ray_weightsync.transports.native.engine import OURS, VllmEngines, as_vllms, of_fleet
 from ray_weightsync.transports.native.source import RoundSource
 from ray_weightsync.weights.digest import weights_digest
 from ray_weightsync.weights.plan import Plan
 from ray_weightsync.weights.sources import StateDictSource
+from ray_weightsync.worker.device import is_installed
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's own imports
@@ -103,6 +106,14 @@ def test_a_source_is_one_of_vllms_own() -> None:
     assert [names for names, _ in source.iter_groups()] == [["a", "b"]]
 
 
+@pytest.mark.parametrize(("backend", "module"), [("nccl_m2n", "nccl.m2n"), ("sharded_rdt", "nixl")])
+def test_what_vllm_does_not_install_is_missed_before_a_round_begins(backend: str, module: str) -> None:
+    if backend not in KNOWN or is_installed(module):
+        pytest.skip(f"no {backend} here, or all that it needs")
+    with pytest.raises(ConfigError, match=f"'native:{backend}' needs '{module}', which is not installed in the trainer"):
+        VllmEngines(Native(backend))
+
+
 @pytest.mark.skipif("nccl_m2n" not in KNOWN, reason="this vLLM has no nccl_m2n")
 def test_nccl_m2n_sends_every_tensor_whole_from_one_trainer_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.distributed.weight_transfer import m2n_trainer
@@ -118,6 +129,7 @@ def test_nccl_m2n_sends_every_tensor_whole_from_one_trainer_rank(monkeypatch: py
 
     library, client = MagicMock(), MagicMock()
     monkeypatch.setattr(m2n_trainer, "import_m2n", lambda: library)
+    monkeypatch.setattr(backends, "is_installed", lambda module: True)
     monkeypatch.setattr(m2n_trainer, "trainer_init", lambda *args, **kwargs: Ranks())
     monkeypatch.setattr(torch.cuda, "current_stream", MagicMock())
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *args: None)
@@ -139,3 +151,23 @@ def test_nccl_m2n_sends_every_tensor_whole_from_one_trainer_rank(monkeypatch: py
     sent = [call.args[0] for call in library.reshard.call_args_list]
     assert all(torch.equal(each, tensor) for each, tensor in zip(sent, weights.values(), strict=True))
     assert source.packed().digest == weights_digest(weights)
+
+
+ODD = {"a": torch.ones(3, dtype=torch.bfloat16), "b": torch.ones(1)}
+"""Packed end to end, the second one could not be viewed by an engine: it would raise there, while the sender waits in a broadcast."""
+
+
+def test_vllms_broadcast_of_what_it_cannot_pack_is_made_one_by_one_or_refused_before_any_engine_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm.distributed.weight_transfer import nccl_engine
+
+    monkeypatch.setattr(nccl_engine, "open_trainer_endpoint", lambda init_info: MagicMock())
+    client = MagicMock()
+    engine: Any = VllmEngines(Native("nccl")).make(client, source_of(**ODD), workers=[1])
+    assert client.init_weight_transfer_engine.call_args.args[0]["packed"] is False
+    engine.shutdown()
+    client.reset_mock()
+    with pytest.raises(ConfigError, match="'b'"):
+        VllmEngines(Native("nccl", options={"packed": True})).make(client, source_of(**ODD), workers=[1])
+    assert client.mock_calls == []

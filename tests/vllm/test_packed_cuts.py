@@ -5,13 +5,16 @@ from __future__ import annotations
 import importlib.util
 import warnings
 from typing import Any
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ray_weightsync.errors import ConfigError
 from ray_weightsync.transports.collective.packed import misaligned, packed_cuts
+from ray_weightsync.transports.native.forms import fitting
 from ray_weightsync.weights.plan import ParamMeta, Plan
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
@@ -68,3 +71,38 @@ def test_what_we_call_misaligned_is_what_vllms_receiver_cannot_view(
         except RuntimeError:
             failed = True
     assert failed == (misaligned(plan_of(tensors), size) is not None)
+
+
+def ipc_chunks_of(theirs: Any, tensors: dict[str, torch.Tensor], size: int) -> list[list[int]]:
+    """What vLLM's ``ipc`` sender packs together, tried out on its receiver's view; its buffer is in host memory."""
+    buffer = torch.zeros(size, dtype=torch.uint8)
+    sizes = []
+    with (
+        patch.object(theirs, "reduce_tensor", lambda tensor: (None, ())),
+        patch.object(torch.cuda, "current_stream", MagicMock()),
+        patch.object(torch, "empty", lambda *args, **kwargs: buffer),
+    ):
+        for chunk in theirs.packed_ipc_producer(iter(tensors.items()), "gpu", lambda item: item[1], size):
+            dtypes = [getattr(torch, name) for name in chunk.dtype_names]
+            theirs.unpack_tensor(buffer[: sum(chunk.tensor_sizes)], chunk.names, chunk.shapes, dtypes, chunk.tensor_sizes)
+            sizes.append(chunk.tensor_sizes)
+    return sizes
+
+
+@often
+@given(layout=layouts, size=st.integers(1, 3000))
+def test_what_we_do_not_send_packed_by_ipc_is_what_vllms_ends_cannot_carry(
+    theirs: Any, layout: list[tuple[torch.dtype, list[int]]], size: int
+) -> None:
+    tensors = tensors_of(layout)
+    try:
+        ipc_chunks_of(theirs, tensors, size)
+        carried = True
+    except (ValueError, RuntimeError):
+        carried = False
+    try:
+        fitting("ipc", {"packed": True, "packed_buffer_size_bytes": size}, plan_of(tensors))
+        allowed = True
+    except ConfigError:
+        allowed = False
+    assert allowed == carried

@@ -225,7 +225,8 @@ class NcclCommunicator:
         words = self._comm.get_last_error() if failed else ""
         self.close()
         if failed:
-            raise GroupError(f"{what} failed: NCCL says {state.name}: {words}")
+            said = next((result.name for result in self._results if result == state), state)  # nccl4py tells it as a plain int
+            raise GroupError(f"{what} failed: NCCL says {said}: {words}")
         if given_up:
             raise GroupError("the group was aborted")
         raise TimeoutError(f"{what} was not over after {self._deadline.limit_s:.1f} s")

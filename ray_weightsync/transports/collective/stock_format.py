@@ -80,7 +80,7 @@ def check(plan: Plan, form: StockFormat, *, vllm: tuple[int, int] = VIEWS_SCALAR
             if spec.dtype not in NCCL_DTYPES:
                 raise ConfigError(
                     f"tensor {spec.name!r}: NCCL has no type for {spec.dtype}, so vLLM's nccl backend cannot receive it by itself",
-                    hint="send packed (StockFormat(packed=True)), or cast it",
+                    hint="send packed (packed=True), or cast it",
                 )
         return
     if (name := misaligned(plan, form.packed_buffer_size_bytes)) is not None:
@@ -88,13 +88,13 @@ def check(plan: Plan, form: StockFormat, *, vllm: tuple[int, int] = VIEWS_SCALAR
         raise ConfigError(
             f"tensor {name!r}: in vLLM's packed format, which has no padding, it would start at a place that is no multiple of its "
             f"dtype's {size} bytes, and the engine would fail on it",
-            hint="cast all tensors to one dtype, or send each by itself (StockFormat(packed=False))",
+            hint="cast all tensors to one dtype, or send each by itself (packed=False)",
         )
     scalar = next((spec.name for spec in plan.tensors if not spec.shape), None)
     if scalar is not None and vllm < VIEWS_SCALARS_SINCE:
         raise ConfigError(
             f"tensor {scalar!r}: the packed receiver of vLLM {vllm[0]}.{vllm[1]} fails on tensors without dimensions",
-            hint="send each tensor by itself (StockFormat(packed=False)), or update vLLM",
+            hint="send each tensor by itself (packed=False), or update vLLM",
         )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ray_weightsync.worker.device import is_installed
+
 
 @dataclass(frozen=True, kw_only=True)
 class BackendTraits:
@@ -16,6 +18,8 @@ class BackendTraits:
         one_mesh: Its workers are one mesh of ranks: those of one engine, or of one data-parallel deployment.
         needs_source: The trainer's engine reads the weights from a source. Otherwise they are handed to its ``send_weights``.
         layouts: That source says how the trainer's ranks hold each tensor (vLLM's ``M2NWeightSource``).
+        module: What vLLM's own ends of it import, and vLLM does not install.
+        of_all_ranks: The trainer's engine has collectives over torch's default process group: every rank of that has to call it.
     """
 
     name: str
@@ -24,18 +28,26 @@ class BackendTraits:
     one_mesh: bool = False
     needs_source: bool = True
     layouts: bool = False
+    module: str | None = None
+    of_all_ranks: bool = False
 
 
 _KNOWN = {
     each.name: each
     for each in (
-        BackendTraits(name="ipc", attested=True, grouped=False),
+        BackendTraits(name="ipc", attested=True, grouped=False, of_all_ranks=True),
         BackendTraits(name="nccl", attested=True),
         BackendTraits(name="sparse_nccl", needs_source=False),
-        BackendTraits(name="sharded_rdt", grouped=False),
-        BackendTraits(name="nccl_m2n", one_mesh=True, layouts=True),
+        BackendTraits(name="sharded_rdt", grouped=False, module="nixl", of_all_ranks=True),
+        BackendTraits(name="nccl_m2n", one_mesh=True, layouts=True, module="nccl.m2n"),
     )
 }
+
+
+def missing_module(name: str, end: type) -> str | None:
+    """What an end of the backend ``name`` needs that is not installed here. Of ends that are not vLLM's own: nothing."""
+    module = traits(name).module
+    return module if module is not None and end.__module__.startswith("vllm.") and not is_installed(module) else None
 
 
 def traits(name: str) -> BackendTraits:

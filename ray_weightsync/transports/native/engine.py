@@ -16,7 +16,10 @@ import torch
 from ray_weightsync.config import Native, transport_name
 from ray_weightsync.errors import ConfigError
 from ray_weightsync.protocol.client import VLLMWeightSyncClient
-from ray_weightsync.transports.native.backends import traits
+from ray_weightsync.transports.collective.stock_format import OLDEST
+from ray_weightsync.transports.collective.stock_meeting import oldest_release
+from ray_weightsync.transports.native.backends import missing_module, traits
+from ray_weightsync.transports.native.forms import fitting
 from ray_weightsync.transports.native.patches import Patches
 from ray_weightsync.transports.native.source import RoundSource
 from ray_weightsync.worker.identity import node_ip
@@ -48,11 +51,13 @@ class VllmEngines:
         native: The backend, and its options.
 
     Raises:
-        ConfigError: if vLLM cannot be imported here, has no such trainer engine, or that has not one of the options.
+        ConfigError: if vLLM, or what the engine needs beside it, cannot be imported here, or it has no such trainer engine, or that has not
+            one of the options.
     """
 
     def __init__(self, native: Native) -> None:
         try:
+            import vllm
             from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
         except ImportError as error:
             raise ConfigError(
@@ -61,30 +66,43 @@ class VllmEngines:
             ) from error
         self._native = native
         self._traits = traits(native.backend)
+        self._own: str = vllm.__version__
         known = WeightTransferTrainerFactory._registry  # vLLM has no other way to tell what an engine takes
         if native.backend not in known:
             raise ConfigError(f"this vLLM has no trainer engine {native.backend!r}; it has {', '.join(sorted(known))}")
         self._factory = WeightTransferTrainerFactory
-        self._init_info_cls: Any = known[native.backend]().init_info_cls
+        engine = known[native.backend]()
+        if (module := missing_module(native.backend, engine)) is not None:
+            raise ConfigError(
+                f"transport {transport_name(native)!r} needs {module!r}, which is not installed in the trainer",
+                hint="docs/transports.md says what each backend needs, in the trainer and in the engines",
+            )
+        self._init_info_cls: Any = engine.init_info_cls
         self._fields = {field.name for field in dataclasses.fields(self._init_info_cls) if field.init}
         if wrong := sorted(set(native.options) - self._fields | set(native.options) & set(OURS)):
             mine = ", ".join(sorted(self._fields - set(OURS))) or "none"
             raise ConfigError(f"Native({native.backend!r}).options cannot have {', '.join(wrong)}; options of this backend: {mine}")
 
-    def make(self, client: VLLMWeightSyncClient, source: RoundSource, *, workers: Sequence[int]) -> TrainerEngine:
-        """An engine for replicas of so many workers each. Blocks until all of them have joined.
+    def make(
+        self, client: VLLMWeightSyncClient, source: RoundSource, *, workers: Sequence[int], vllm: Sequence[str | None] = ()
+    ) -> TrainerEngine:
+        """An engine for replicas of so many workers each, of these versions of vLLM. Blocks until all of them have joined.
 
         Raises:
+            ConfigError: if the engines could not read the plan in the form that they are to be sent; none was told.
             Exception: whatever vLLM raises; nothing is left open then.
         """
-        place = _Place(self._native.options.get("master_address")) if "master_port" in self._fields else None
+        options = self._native.options
+        if "packed" in self._fields:
+            options = fitting(self._native.backend, options, source.plan, vllm=oldest_release([*vllm, self._own]) or OLDEST)
+        place = _Place(options.get("master_address")) if "master_port" in self._fields else None
         try:
             ours = of_fleet(workers)
             if "trainer_actor_namespace" in self._fields:  # where vLLM's workers look for the actors that it starts here
                 ours["trainer_actor_namespace"] = ray.get_runtime_context().namespace
             if place is not None:
                 ours |= {"master_address": place.address, "master_port": place.port}
-            values = {name: value for name, value in ours.items() if name in self._fields} | self._native.options
+            values = {name: value for name, value in ours.items() if name in self._fields} | options
             given = as_vllms(source, layouts=self._traits.layouts) if self._traits.needs_source else None
             engine = self._factory.trainer_init(self._init_info_cls(**values), client=client, source=given)
         except BaseException:

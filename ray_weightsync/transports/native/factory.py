@@ -6,6 +6,8 @@ from typing import Any, Protocol
 
 import torch
 
+from ray_weightsync.transports.native.backends import missing_module
+
 
 class WorkerBackend(Protocol):
     """What is used of vLLM's ``WeightTransferEngine`` (0.28 to 0.32)."""
@@ -62,6 +64,8 @@ class VLLMBackends:
         if found is None or issubclass(found, RwsBackend):
             others = ", ".join(sorted(each for each in known if each != self._own)) or "none"
             raise ValueError(f"the vLLM in this worker has no weight-transfer backend {name!r} to delegate to; it has: {others}")
+        if (module := missing_module(name, found)) is not None:
+            raise ImportError(f"weight-transfer backend {name!r} needs {module!r}, which is not installed where this worker runs")
 
     def make(self, name: str) -> WorkerBackend:
         """A new backend over this worker's model.

@@ -43,8 +43,9 @@ class Comm:
         self.sent: list[tuple[int, int]] = []
         self.aborted = 0
 
-    def get_async_error(self) -> Result:
-        return self.states.pop(0) if len(self.states) > 1 else self.states[0]
+    def get_async_error(self) -> int:
+        """A plain int, as nccl4py 0.6 answers (its annotation says `Result`)."""
+        return int(self.states.pop(0) if len(self.states) > 1 else self.states[0])
 
     def get_last_error(self) -> str:
         return "peer is gone"

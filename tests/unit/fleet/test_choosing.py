@@ -64,6 +64,13 @@ class TestAskedFor:
     def test_engines_that_it_cannot_get_to_are_named(self, transport: Any, members: Sequence[MemberFacts], why: str) -> None:
         assert re.search(why, out_of_reach(transport, sender(), members) or "")
 
+    @pytest.mark.parametrize("of", [sender(num_ranks=4), sender(CPU, current=None, num_ranks=4)])
+    def test_an_engine_of_vllms_that_waits_for_every_rank_of_the_trainer_is_not_called_by_one(self, of: SenderFacts) -> None:
+        for backend in ("ipc", "sharded_rdt"):
+            assert re.search(r"one of 4 ranks of torch's default process group", out_of_reach(Native(backend), of, TOGETHER) or "")
+        for transport in (Host(), Collective(), Native("nccl"), Native("nccl_m2n"), Native("carrier_pigeon")):
+            assert out_of_reach(transport, of, APART) is None
+
     @pytest.mark.parametrize("members", [APART, [member("r0", nccl=None)]])
     def test_a_broadcast_of_a_sender_without_nccl_is_not_begun(self, members: Sequence[MemberFacts]) -> None:
         assert re.search(
@@ -142,6 +149,8 @@ class TestOurWorkers:
             (sender(), [*APART, member("r2", gpu("d"), nccl=False)], "nccl4py is missing in workers of r2"),
             (sender(), [*APART, member("r2", gpu("d"), kind="sync")], "r2 hold a synchronous LLM, for whose requests nobody can wait"),
             (sender(vllm=False), TOGETHER, "vLLM, whose CUDA IPC it would be, is missing in the sender's process"),
+            (sender(vllm=False), [member("r0", MINE, kind="torch")], "r0 shares the sender's GPU and is a torch engine"),
+            (sender(num_ranks=4), TOGETHER, "the sender is one of 4 ranks of torch's default process group"),
             (sender(), [*TOGETHER, member("r2", MINE, kind="http")], "r2 shares the sender's GPU and is behind HTTP"),
             (sender(), [member("r0", MINE, kind="sync")], "r0 shares the sender's GPU and is a synchronous LLM"),
             (sender(), [member("r0", MINE, kind="torch")], "r0 shares the sender's GPU and is a torch engine"),
@@ -181,6 +190,7 @@ class TestStockEngines:
             (sender(CPU), STOCK_IPC, "by that alone: the weights are on the CPU"),
             (sender(vllm=False), STOCK_NCCL, "vLLM is missing in the sender's process"),
             (sender(vllm=False), STOCK_IPC, "vLLM is missing in the sender's process"),
+            (sender(num_ranks=2), STOCK_IPC, "by that alone: the sender is one of 2 ranks"),
             (sender(), [member("r0", MINE, stock="nccl")], "r0 share the sender's GPU, and NCCL takes one rank a GPU"),
             (sender(), [member("r0", gpu("a"), stock="nccl"), member("r1", gpu("a"), stock="nccl")], "r0 and r1 share GPU a"),
             (sender(), [member("r0", CPU, stock="nccl")], "by that alone: r0 is on the CPU"),
@@ -219,6 +229,7 @@ SENDERS = st.builds(
     current=st.sampled_from([MINE, MINE, None, gpu(None)]),
     nccl=st.booleans(),
     vllm=st.booleans(),
+    num_ranks=st.sampled_from([1, 1, 2]),
 )
 
 
@@ -249,6 +260,8 @@ def sends(of: SenderFacts, transport: Host | Collective | Native, members: Seque
         return True
     from_gpu = of.device.type == "cuda" and of.device.uuid is not None and of.current == of.device
     stock = any(each.stock is not None for each in members)
+    if isinstance(transport, Native) and of.num_ranks > 1:
+        return False  # CUDA IPC's sender gathers handles from all ranks
     return from_gpu and (of.vllm if isinstance(transport, Native) or stock else of.nccl)
 
 

@@ -14,6 +14,8 @@ from ray_weightsync.trainer.native import NativeEngines
 from ray_weightsync.transports.native.engine import current_gpu, on_device
 from ray_weightsync.transports.native.patches import Patches
 from ray_weightsync.weights.packing import Packed
+from ray_weightsync.weights.plan import Plan
+from ray_weightsync.weights.sources import StateDictSource
 
 ELSEWHERE = torch.device("meta")
 """A second device that is there on every machine."""
@@ -38,6 +40,19 @@ def test_without_a_gpu_nothing_is_moved() -> None:
     tensor = torch.ones(2)
     assert current_gpu() is None
     assert dict(on_device([("a", tensor)], None))["a"] is tensor
+
+
+def test_what_the_sending_thread_s_stream_does_to_the_weights_is_over_before_another_thread_reads_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waited: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda gpu: SimpleNamespace(synchronize=lambda: waited.append(gpu)))
+    nobody: Any = None
+    source = StateDictSource({"a": torch.ones(1)})
+    NativeEngines(nobody, nobody).take("key").begin("round", source, Plan.from_metadata(source.metadata()), 1.0)
+    assert waited == [3]
 
 
 def test_the_thread_of_a_trainer_engine_uses_the_gpu_of_the_thread_that_sends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,7 @@ def test_a_torch_that_knows_no_identity_tells_none(monkeypatch: pytest.MonkeyPat
 def test_what_is_installed_is_found_without_being_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_installed("this")  # it would print when imported
     assert not is_installed("no_such_module_anywhere")
+    assert not is_installed("no_such_module_anywhere.below")
 
 
 class TestNccl:
