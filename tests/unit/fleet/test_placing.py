@@ -73,7 +73,7 @@ def test_room_that_is_not_free_in_time_is_not_called_a_cluster_that_has_not_grow
     monkeypatch.setattr(groups, "placement_group", lambda *args, **options: pending)
     monkeypatch.setattr(groups, "placement_group_table", dict)
     monkeypatch.setattr(groups, "remove_groups", lambda made: None)
-    with pytest.raises(rws.AttachError, match="Nothing shows that the cluster is too small .* room for it was not free in time"):
+    with pytest.raises(rws.AttachError, match=r"Nothing shows that the cluster is too small .* room for it was not free in time"):
         groups.reserve_groups(ONE_ENGINE, limit_s=0.01, may_grow=False)
 
 

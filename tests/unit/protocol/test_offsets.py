@@ -43,7 +43,8 @@ def test_data_parallel_engines_of_one_deployment_share_an_offset() -> None:
 
 @pytest.mark.parametrize(("world_size", "workers"), [(9, 2), (4, 2), (5, 4)])
 def test_a_world_size_that_is_not_the_deployments_is_refused_too(world_size: int, workers: int) -> None:
-    with pytest.raises(ConfigError, match=rf"(?s)e0 has {workers}, e1 has {workers}.* world_size={world_size}: .*world_size={1 + 2 * workers}$"):
+    each = rf"e0 has {workers}, e1 has {workers}"
+    with pytest.raises(ConfigError, match=rf"(?s){each}.* world_size={world_size}: .*world_size={1 + 2 * workers}$"):
         spread_over([4, 4], [0, 1], info(world_size), workers=workers)
 
 
