@@ -177,11 +177,11 @@ def shortage(groups: Sequence[BundleGroup], nodes: Sequence[NodeRoom]) -> str | 
             on_each = [_times(bundle.resources, node.total) for node in nodes]
             room = sum(min(times, 1) if group.spread else times for times in on_each)
             if room < len(rivals):
-                asked = "; ".join(f"{count} x {rival}" for rival, count in Counter(rivals).items())
+                competing = "; ".join(f"{count} x {rival}" for rival, count in Counter(rivals).items())
                 each_on = "each on a node of its own" if group.spread else "each on one node"
                 of_these = f" such as {bundle}" if len(set(rivals)) > 1 else ""
                 too_large = "; an engine over several nodes is not placed here" if bundle.has_engine and not any(on_each) else ""
-                return f"{asked} are asked for, {each_on}, and the nodes have room for {room}{of_these}{too_large}"
+                return f"{competing} are asked for, {each_on}, and the nodes have room for {room}{of_these}{too_large}"
     return None
 
 
