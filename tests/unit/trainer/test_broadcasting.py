@@ -32,7 +32,8 @@ def test_a_sender_whose_group_will_not_be_complete_is_told_so_by_the_coordinator
 ) -> None:
     told = SimpleNamespace(wait=lambda refs, *, timeout: (refs, []), get=lambda ref, *, timeout: "r1: made to fail in update")
     monkeypatch.setattr(live, "ray", told)
-    source, link = StateDictSource({"a": torch.ones(4)}), Link()
-    with Broadcasting(link, Collective(interface="lo"), Timeouts(update_s=30)) as sending:  # type: ignore[arg-type]
-        with pytest.raises(GroupError, match="r1: made to fail in update"):
-            sending.send("round", source, Plan.from_metadata(source.metadata()))
+    source, options, link = StateDictSource({"a": torch.ones(4)}), Collective(interface="lo"), Link()
+    plan = Plan.from_metadata(source.metadata())
+    refused = pytest.raises(GroupError, match="r1: made to fail in update")
+    with Broadcasting(link, options, Timeouts(update_s=30)) as sending, refused:  # type: ignore[arg-type]
+        sending.send("round", source, plan)
