@@ -94,8 +94,8 @@ def _check(ask: Ask, timeout_s: object, may_grow: object) -> None:
     if not isinstance(may_grow, bool):
         raise ConfigError(f"may_grow must be True or False, not {may_grow!r}")
     require_amount("cpus_per_process", ask.cpus_per_process)
-    if not ask.cpus_per_process:
-        raise ConfigError("cpus_per_process must be more than 0 (it may be a fraction): by its CPUs a place is seen to be taken")
+    if not ask.cpus(1):
+        raise ConfigError("cpus_per_process must be more than 0 (it may be a fraction, of 0.0001): by its CPUs a place is seen to be taken")
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
         raise ConfigError(f"timeout_s must be a positive number of seconds, not {timeout_s!r}")
     needs = {"separate": ask.trainers + ask.engines, "colocated": min(ask.trainers, ask.engines), "engine_per_node": ask.engines}

@@ -7,6 +7,7 @@ runs them. (Its Ray executor would take bundles of one GPU each, which may lie o
 from __future__ import annotations
 
 import ipaddress
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,8 +18,11 @@ LAYOUTS: tuple[Layout, ...] = ("separate", "colocated", "engine_per_node")
 
 Resources = Mapping[str, float]
 
+STEPS = 10_000
+"""Ray counts resources in steps of 1e-4. It cuts off what is asked for: of 1.3499999, nine times 0.15, it takes 1.3499."""
+
 ROUNDING = 1e-6
-"""Ray counts resources in steps of 1e-4; what it tells of them are floats."""
+"""What Ray tells of resources are floats."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +44,11 @@ class Ask:
     layout: Layout = "separate"
     gpus: bool = True
     cpus_per_process: float = 1
+
+    def cpus(self, processes: int) -> float:
+        """CPUs of that many processes, which Ray takes for the sum of what each of them takes: so all find room in their bundle."""
+        steps = processes * int(self.cpus_per_process * STEPS + ROUNDING)
+        return steps / STEPS if int(steps / STEPS * STEPS) == steps else math.nextafter(steps / STEPS, math.inf)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,11 +157,14 @@ def groups_for(ask: Ask) -> tuple[BundleGroup, ...]:
 def _bundle(ask: Ask, *, trainers: int, has_engine: bool = False) -> Bundle:
     workers = ask.tensor_parallel_size if has_engine else 0
     gpus = max(trainers, workers) if ask.gpus else 0  # shared by those who share the bundle; CPUs are not
-    return Bundle(trainers=trainers, has_engine=has_engine, cpus=ask.cpus_per_process * (trainers + workers), gpus=gpus)
+    return Bundle(trainers=trainers, has_engine=has_engine, cpus=ask.cpus(trainers + workers), gpus=gpus)
 
 
 def shortage(groups: Sequence[BundleGroup], nodes: Sequence[NodeRoom]) -> str | None:
-    """Why ``groups`` can never be reserved on ``nodes``, however idle these are; None where that is not certain."""
+    """Why ``groups`` can never be reserved on ``nodes``, however idle these are; None where that is not certain.
+
+    Bundles that need as much as another one or more compete with it for the same nodes: they are counted together.
+    """
     bundles = [bundle for group in groups for bundle in group.bundles]
     for name in ("CPU", "GPU"):
         asked = sum(bundle.resources.get(name, 0) for bundle in bundles)
@@ -160,14 +172,21 @@ def shortage(groups: Sequence[BundleGroup], nodes: Sequence[NodeRoom]) -> str | 
         if asked > there + ROUNDING:
             return f"{asked:g} {name} are asked for, and the cluster has {there:g}"
     for group in groups:
-        for bundle, count in Counter(group.bundles).items():
+        for bundle in Counter(group.bundles):
+            rivals = [other for other in (group.bundles if group.spread else bundles) if _needs_as_much(other, bundle)]
             on_each = [_times(bundle.resources, node.total) for node in nodes]
             room = sum(min(times, 1) if group.spread else times for times in on_each)
-            if room < count:
+            if room < len(rivals):
+                competing = "; ".join(f"{count} x {rival}" for rival, count in Counter(rivals).items())
                 each_on = "each on a node of its own" if group.spread else "each on one node"
+                of_these = f" such as {bundle}" if len(set(rivals)) > 1 else ""
                 too_large = "; an engine over several nodes is not placed here" if bundle.has_engine and not any(on_each) else ""
-                return f"{count} x {bundle} are asked for, {each_on}, and the nodes have room for {room}{too_large}"
+                return f"{competing} are asked for, {each_on}, and the nodes have room for {room}{of_these}{too_large}"
     return None
+
+
+def _needs_as_much(bundle: Bundle, other: Bundle) -> bool:
+    return bundle.cpus >= other.cpus - ROUNDING and bundle.gpus >= other.gpus
 
 
 def asked_for(groups: Sequence[BundleGroup]) -> str:
@@ -227,7 +246,7 @@ def seats_after(ask: Ask, trainers: Sequence[Seat], engines: Sequence[Seat], mov
 
 
 def _trainer_seat(ask: Ask, place: Located) -> Seat:
-    return Seat(where=place, num_workers=1, num_cpus=ask.cpus_per_process, num_gpus=int(ask.gpus))
+    return Seat(where=place, num_workers=1, num_cpus=ask.cpus(1), num_gpus=int(ask.gpus))
 
 
 def _engine_seat(ask: Ask, place: Located) -> Seat:
@@ -243,4 +262,4 @@ def _engine_seat(ask: Ask, place: Located) -> Seat:
     # In a placement group vLLM takes its Ray executor for more than one worker, unless it is told otherwise.
     engine_args = {"distributed_executor_backend": "mp" if size > 1 else "uni"}
     num_gpus = size if ask.gpus and not shares_gpus else 0
-    return Seat(where=place, num_workers=size, num_cpus=ask.cpus_per_process * size, num_gpus=num_gpus, env=env, engine_args=engine_args)
+    return Seat(where=place, num_workers=size, num_cpus=ask.cpus(size), num_gpus=num_gpus, env=env, engine_args=engine_args)

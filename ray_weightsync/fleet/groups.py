@@ -70,7 +70,7 @@ def _wait(groups: Sequence[PlacementGroup], wanted: Sequence[BundleGroup], began
         if now >= began + limit_s:
             problem = shortage(wanted, nodes())
             if problem is None:
-                said = "The cluster has room for this placement, and it was not free in time"
+                said = "Nothing shows that the cluster is too small for this placement, and room for it was not free in time"
                 hint = "end what holds the rest, ask for less, or wait longer (timeout_s)"
             else:
                 said = f"The cluster has not grown in time to hold this placement: {problem}"
@@ -107,6 +107,15 @@ def _located(groups: Sequence[PlacementGroup], wanted: Sequence[BundleGroup], be
             elapsed_s=time.monotonic() - began,
             limit_s=limit_s,
             hint="starting a process on each node takes seconds: wait longer (timeout_s), or look into the nodes' logs",
+        ) from error
+    except RayError as error:
+        raise AttachError(
+            "The placement was reserved, and one of its nodes cannot tell which GPUs it has. Nothing stays reserved.",
+            phase=PHASE,
+            elapsed_s=time.monotonic() - began,
+            limit_s=limit_s,
+            engine_message=str(error),
+            hint="a process of this job cannot run there: mend its runtime environment; if the node was lost, reserve again",
         ) from error
     gpus = dict(zip(asked, told, strict=True))
     return [

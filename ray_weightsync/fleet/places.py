@@ -14,7 +14,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ray_weightsync.errors import AttachError, ConfigError
-from ray_weightsync.fleet.bundles import Ask, Located, Seat, seats_after, seats_for
+from ray_weightsync.fleet.bundles import ROUNDING, Ask, Located, Seat, seats_after, seats_for
 from ray_weightsync.fleet.groups import PHASE, free_by_node, moved_to, nodes_of, remove_groups
 
 logger = logging.getLogger(__name__)
@@ -254,4 +254,4 @@ def _is_empty(place: Place, free: Mapping[str, float]) -> bool:
     """Whether its bundle has room for what belongs there. Ray calls a bundle's own resources ``<name>_group_<index>_<group>``."""
     bundle = f"group_{place.bundle_index}_{place.group.id.hex()}"
     needs = {"CPU": place.num_cpus, "GPU": place.num_gpus}
-    return all(free.get(f"{name}_{bundle}", 0.0) >= amount for name, amount in needs.items())
+    return all(free.get(f"{name}_{bundle}", 0.0) + ROUNDING >= amount for name, amount in needs.items())

@@ -68,7 +68,7 @@ class BlockingClient(ABC):
         """
         if len(self._channels) > 1 and not isinstance(init_info, PerReplica | list) and offsets.joins_a_group(init_info):
             self._require(verbs.INIT)
-            ranks: dict[str, Any] = {"world_sizes": self.get_world_size(), "indices": self._data_parallel_indices()}
+            ranks: dict[str, Any] = {"world_sizes": self.get_world_size(), "places": self._data_parallel_places()}
             init_info = PerReplica(offsets.spread(init_info, labels=self.labels, **ranks))
         self._send(verbs.INIT, init_info)
 
@@ -169,8 +169,8 @@ class BlockingClient(ABC):
     def _label(self, label: str, holds: str) -> None:
         self._ask(verbs.SET_VERSION, label, holds=holds, hint="update_weight_version may be repeated alone")
 
-    def _data_parallel_indices(self) -> list[int | None]:
-        """Which data-parallel engine of its deployment each engine is, where it can be seen."""
+    def _data_parallel_places(self) -> list[tuple[int, int] | None]:
+        """Which data-parallel engine of its deployment each engine is, and its own workers, where it can be seen."""
         return [None] * len(self._channels)
 
     @abstractmethod

@@ -7,6 +7,7 @@ claim the same ranks, and joining never ends (seen with vLLM's own Ray client).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from ray_weightsync.errors import ConfigError
@@ -32,39 +33,36 @@ def joins_a_group(init_info: object) -> bool:
 
 
 def spread(
-    init_info: Mapping[str, Any], *, labels: Sequence[str], world_sizes: Sequence[int], indices: Sequence[int | None]
+    init_info: Mapping[str, Any], *, labels: Sequence[str], world_sizes: Sequence[int], places: Sequence[tuple[int, int] | None]
 ) -> list[dict[str, Any]]:
     """One ``init_info`` per engine: each begins where the workers before it end.
 
     Args:
         init_info: What the trainer engine sent; its ``rank_offset`` is the first engine's.
         labels: The engines' names, for errors.
-        world_sizes: Their workers.
-        indices: Their data-parallel index, where it can be seen. The engines of one deployment share an offset: their index tells
-            them apart.
+        world_sizes: Their workers. One that is a part of a deployment may tell all of the deployment's.
+        places: Their data-parallel index and the workers of that part alone, where they can be seen. The engines of one deployment share
+            an offset: their index tells them apart.
 
     Raises:
         ConfigError: if the ranks would not be those from ``rank_offset`` to ``world_size - 1``, each one once.
     """
+    indices = [place[0] if place is not None else 0 for place in places]
     several = any(indices)
-    if several and sorted(index or 0 for index in indices) != list(range(len(indices))):
-        told = ", ".join(f"{label} is {index or 0}" for label, index in zip(labels, indices, strict=True))
+    if several and sorted(indices) != list(range(len(indices))):
+        told = ", ".join(f"{label} is {index}" for label, index in zip(labels, indices, strict=True))
         raise ConfigError(
             f"these are data-parallel engines of more than one deployment, or not all of one ({told}), whose ranks cannot be told",
             hint="give each its own init_info with PerReplica",
         )
-    if several:
-        return [dict(init_info) for _ in labels]
-    offset = first = init_info["rank_offset"]
-    spread_out = []
-    for size in world_sizes:
-        spread_out.append({**init_info, "rank_offset": offset})
-        offset += size
-    if offset != init_info["world_size"]:
-        told = ", ".join(f"{label} has {size}" for label, size in zip(labels, world_sizes, strict=True))
+    workers = [place[1] if several and place is not None else size for place, size in zip(places, world_sizes, strict=True)]
+    first = init_info["rank_offset"]
+    ends = list(accumulate(workers, initial=first))
+    if ends[-1] != init_info["world_size"]:
+        told = ", ".join(f"{label} has {number}" for label, number in zip(labels, workers, strict=True))
         raise ConfigError(
-            f"the group would have {offset} ranks, {first} before the engines' workers ({told}), but the trainer says "
+            f"the group would have {ends[-1]} ranks, {first} before the engines' workers ({told}), but the trainer says "
             f"world_size={init_info['world_size']}: joining would never end",
-            hint=f"make the trainer engine with world_size={offset}",
+            hint=f"make the trainer engine with world_size={ends[-1]}",
         )
-    return spread_out
+    return [{**init_info, "rank_offset": first if several else begin} for begin in ends[:-1]]

@@ -63,8 +63,8 @@ class RayVLLMWeightSyncClient(BlockingClient):
             raise verbs.unsupported(verbs.WORLD_SIZE, unknown)
         return [int(size) for size in sizes]
 
-    def _data_parallel_indices(self) -> list[int | None]:
-        return self._run("data_parallel_index", [partial(channel.run, remote.data_parallel_index, "") for channel in self._actors])
+    def _data_parallel_places(self) -> list[tuple[int, int] | None]:
+        return self._run("data_parallel_place", [partial(channel.run, remote.data_parallel_place, "") for channel in self._actors])
 
     def _payload_calls(self, verb: str, payloads: Sequence[Payload]) -> list[Call]:
         what = "init_info" if verb == verbs.INIT else "update_info"

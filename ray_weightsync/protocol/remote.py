@@ -255,7 +255,8 @@ def world_size(actor: Any, path: str) -> int | None:
     return None if size is None else int(size)
 
 
-def data_parallel_index(actor: Any, path: str) -> int | None:
-    """Which data-parallel engine of its deployment a vLLM engine is; None if there is no vLLM configuration."""
-    index = getattr(getattr(config_of(resolve(actor, path)), "parallel_config", None), "data_parallel_index", None)
-    return None if index is None else int(index)
+def data_parallel_place(actor: Any, path: str) -> tuple[int, int] | None:
+    """Which data-parallel engine of its deployment a vLLM engine is, and its own workers (TP x PP); None if it cannot be seen."""
+    parallel = getattr(config_of(resolve(actor, path)), "parallel_config", None)
+    index, workers = getattr(parallel, "data_parallel_index", None), getattr(parallel, "world_size", None)
+    return None if index is None or workers is None else (int(index), int(workers))

@@ -199,10 +199,10 @@ class _Receiving(Member):
 
     def _drop(self, communicator: Communicator) -> None:
         """Receive the rest for the others' sake."""
-        scratch = torch.empty(self._rendezvous.bucket_bytes, dtype=torch.uint8, device=self.device)
-        for bucket in self._cuts[self._num_buckets :]:
-            for start, stop in self._pieces(bucket):
-                communicator.broadcast(scratch[: stop - start], SENDER)
+        pieces = [stop - start for bucket in self._cuts[self._num_buckets :] for start, stop in self._pieces(bucket)]
+        scratch = torch.empty(max(pieces, default=0), dtype=torch.uint8, device=self.device)  # an engine has hardly any memory to spare
+        for num_bytes in pieces:
+            communicator.broadcast(scratch[:num_bytes], SENDER)
 
     def _pieces(self, bucket: Bucket) -> Iterator[tuple[int, int]]:
         return bucket.pieces(self._rendezvous.bucket_bytes)

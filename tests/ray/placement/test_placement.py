@@ -155,6 +155,7 @@ def test_the_place_of_a_lost_node_is_vacant_on_the_next_one_with_the_gpus_that_i
         ({"engines": 1, "tensor_parallel_size": 0}, "tensor_parallel_size must be an int of at least 1"),
         ({"engines": 1, "gpus": 4}, "gpus must be True or False"),
         ({"engines": 1, "cpus_per_process": 0}, "cpus_per_process must be more than 0"),
+        ({"engines": 1, "cpus_per_process": 0.00005}, "cpus_per_process must be more than 0"),
         ({"engines": 1, "timeout_s": 0}, "timeout_s must be a positive number"),
         ({"engines": 1, "may_grow": 1}, "may_grow must be True or False"),
     ],

@@ -13,6 +13,7 @@ from ray_weightsync.transports.collective import member
 from ray_weightsync.transports.collective.group_store import GroupStore
 from ray_weightsync.transports.collective.rendezvous import GroupError
 from ray_weightsync.weights.digest import weights_digest
+from tests.unit.collective.conftest import BUCKET_BYTES
 
 FOREVER_S = 3600.0
 """A limit that a test cannot reach: what ends before it has ended at once."""
@@ -70,6 +71,33 @@ def test_a_loader_that_raises_does_not_take_the_others_with_it(group: Any, weigh
     with pytest.raises(RuntimeError, match="cannot load t3"):
         loading.result()
     assert whole.result()[1].digest == weights_digest(source)
+
+
+def test_what_a_loader_that_failed_does_not_want_takes_no_more_memory_than_its_largest_piece(
+    group: Any, weights: Any, aside: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, plan = weights(("int8", (BUCKET_BYTES,)), ("int8", (BUCKET_BYTES,)), ("int8", (64,)), ("int8", (100,)))
+    made, empty, taken = group(2), torch.empty, []
+
+    def counted(num_bytes: int, **options: Any) -> torch.Tensor:
+        if threading.current_thread().name.startswith("rws-rank-1-"):
+            taken.append(num_bytes)
+        return empty(num_bytes, **options)
+
+    def broken() -> None:
+        delivery = made.open(1, plan)
+        try:
+            for _ in delivery:
+                raise RuntimeError("cannot load")
+        finally:
+            delivery.close()
+
+    monkeypatch.setattr(torch, "empty", counted)
+    loading = aside(broken)
+    made.sender.send(source, plan)
+    with pytest.raises(RuntimeError, match="cannot load"):
+        loading.result()
+    assert taken == [BUCKET_BYTES, BUCKET_BYTES, 192], "a bucket in each of its two places, and what is left"
 
 
 def test_a_slow_source_is_a_timeout_that_says_how_far_it_came(group: Any, weights: Any, gated: Any, aside: Any) -> None:

@@ -76,6 +76,20 @@ def test_a_bucket_is_packed_while_the_one_before_is_broadcast(group: Any, weight
     assert begun.taken == 5
 
 
+def test_send_returns_when_the_last_broadcast_is_over(
+    group: Any, weights: Any, around_broadcasts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, plan = weights()  # five buckets
+    over, all_packed, made = Steps(), threading.Event(), group(2)
+    finish = made.sender._pieces.finish
+    monkeypatch.setattr(made.sender._pieces, "finish", lambda: (finish(), all_packed.set()))
+    around_broadcasts(0, before=lambda: over.taken < 4 or all_packed.wait(GATE_S), after=over.take)
+    (receiver,) = made.receive_all(plan)
+    made.sender.send(source, plan)
+    assert over.taken == 5
+    receiver.result()
+
+
 def test_a_bucket_is_received_while_the_one_before_is_loaded(group: Any, weights: Any, around_broadcasts: Any, aside: Any) -> None:
     source, plan = weights()
     received = Steps()

@@ -138,7 +138,7 @@ def test_a_callback_sees_the_whole_payload_before_it_is_sent(group: Any, weights
     assert [start for start, _ in seen] == [0, *(stop for _, stop in seen[:-1])]
     assert seen[-1][1] == plan.num_bytes
     assert payload_digest(payload, plan) == packed.digest
-    assert not payload[7:64].any(), "padding is zero"
+    assert not any(payload[spec.offset + spec.nbytes : spec.end].any() for spec in plan.tensors), "padding is zero"
 
 
 def test_one_receiver_serves_one_group_after_the_other(group: Any, weights: Any, aside: Any) -> None:
@@ -154,6 +154,20 @@ def test_one_receiver_serves_one_group_after_the_other(group: Any, weights: Any,
         assert delivery.received().digest == sending.result().digest
         assert all(torch.equal(tensors[name], tensor) for name, tensor in source)
         made.close()
+
+
+def test_a_receiver_that_is_to_join_another_group_leaves_the_one_that_it_waits_for(group: Any, weights: Any, aside: Any) -> None:
+    source, plan = weights()
+    receiver, given_up, made = CollectiveReceiver(), group(2), group(2)
+    waiting = receiver.open(plan, given_up.update(1))
+    loading = aside(lambda: list(waiting))
+    delivery = receiver.open(plan, made.update(1))
+    with pytest.raises(GroupError, match="told to stop"):
+        loading.result()
+    sending = aside(lambda: made.sender.send(source, plan))
+    assert len(list(delivery)) == 10
+    assert delivery.received().digest == sending.result().digest
+    delivery.close()
 
 
 def test_a_workers_rank_is_its_replicas_offset_and_its_place_in_it(group: Any, weights: Any, aside: Any) -> None:

@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 import pytest
-from ray.exceptions import NodeDiedError
+from ray.exceptions import NodeDiedError, RuntimeEnvSetupError
 
 import ray_weightsync as rws
 from ray_weightsync.fleet import groups, places
@@ -65,6 +65,46 @@ class TestGrowing:
             groups.reserve_groups(ONE_ENGINE, limit_s=0.01, may_grow=True)
         assert "a new node takes minutes" in str(caught.value)
         assert cluster.removed
+
+
+def test_room_that_is_not_free_in_time_is_not_called_a_cluster_that_has_not_grown(monkeypatch: pytest.MonkeyPatch) -> None:
+    pending = MadeUp()
+    monkeypatch.setattr(groups, "nodes", lambda: [room("a", 4.0)])
+    monkeypatch.setattr(groups, "placement_group", lambda *args, **options: pending)
+    monkeypatch.setattr(groups, "placement_group_table", dict)
+    monkeypatch.setattr(groups, "remove_groups", lambda made: None)
+    with pytest.raises(rws.AttachError, match=r"Nothing shows that the cluster is too small .* room for it was not free in time"):
+        groups.reserve_groups(ONE_ENGINE, limit_s=0.01, may_grow=False)
+
+
+def test_a_node_on_which_no_process_of_the_job_can_run_is_said_and_nothing_stays_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failed(asked: object, *, timeout: float) -> Any:
+        raise RuntimeEnvSetupError("pip install failed")
+
+    made, removed = MadeUp(), []
+    made.nodes.append(room("a", 4.0))
+    monkeypatch.setattr(groups, "nodes", lambda: made.nodes)
+    monkeypatch.setattr(groups, "placement_group", lambda *args, **options: made)
+    monkeypatch.setattr(groups, "placement_group_table", lambda group: {"bundles_to_node_id": {0: "a"}})
+    monkeypatch.setattr(groups, "remove_groups", removed.extend)
+    monkeypatch.setattr(groups, "_ask_gpus", lambda *args: object())
+    monkeypatch.setattr(groups.ray, "get", failed)
+    with pytest.raises(rws.AttachError, match=r"(?s)Nothing stays reserved.*pip install failed.*runtime environment"):
+        groups.reserve_groups(ONE_ENGINE, limit_s=60, may_grow=False)
+    assert removed == [made]
+
+
+def test_a_place_whose_fractions_of_cpus_are_no_round_number_is_vacant_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = Ask(trainers=0, engines=1, gpus=False, cpus_per_process=0.0029)
+    (group,) = groups_for(ask)
+    made: Any = MadeUp()
+    where = Located(bundle=group.bundles[0], group=0, index=0, node_id="a", node_ip="10.0.0.1")
+    placed = rws.placement.Placed(ask, [made], [where])
+    assert placed.engines[0].num_cpus > 0.0029, "which Ray cuts off to 0.0028"
+    monkeypatch.setattr(places, "NOTICED_WITHIN_S", 0.01)
+    monkeypatch.setattr(places, "nodes_of", lambda made: {(0, 0): "a"})
+    monkeypatch.setattr(places, "free_by_node", lambda: {"a": {"CPU_group_0_00": 0.0029}})
+    assert placed.vacant_engine().index == 0
 
 
 class TestLosingNodes:

@@ -16,8 +16,12 @@ def info(world_size: int, **fields: Any) -> dict[str, Any]:
     return {"master_address": "a", "master_port": 1, "rank_offset": 1, "world_size": world_size, "packed": True} | fields
 
 
-def spread_over(sizes: list[int], indices: list[int | None], init_info: dict[str, Any]) -> list[dict[str, Any]]:
-    return spread(init_info, labels=[f"e{number}" for number in range(len(sizes))], world_sizes=sizes, indices=indices)
+def spread_over(
+    sizes: list[int], indices: list[int | None], init_info: dict[str, Any], *, workers: int | None = None
+) -> list[dict[str, Any]]:
+    """``workers``: of each engine by itself, if not ``sizes``."""
+    places = [None if index is None else (index, workers or size) for index, size in zip(indices, sizes, strict=True)]
+    return spread(init_info, labels=[f"e{number}" for number in range(len(sizes))], world_sizes=sizes, places=places)
 
 
 @given(sizes=st.lists(st.integers(1, 8), min_size=1, max_size=6), first=st.integers(1, 3), see=st.booleans())
@@ -32,7 +36,16 @@ def test_independent_engines_workers_have_the_ranks_after_the_trainers_each_one_
 
 
 def test_data_parallel_engines_of_one_deployment_share_an_offset() -> None:
-    assert spread_over([4, 4], [1, 0], info(5)) == [info(5)] * 2
+    # An engine of a mixture of experts counts its whole deployment; one of a dense model itself alone.
+    assert spread_over([4, 4], [1, 0], info(5), workers=2) == [info(5)] * 2
+    assert spread_over([4, 4], [1, 0], info(9)) == [info(9)] * 2
+
+
+@pytest.mark.parametrize(("world_size", "workers"), [(9, 2), (4, 2), (5, 4)])
+def test_a_world_size_that_is_not_the_deployments_is_refused_too(world_size: int, workers: int) -> None:
+    each = rf"e0 has {workers}, e1 has {workers}"
+    with pytest.raises(ConfigError, match=rf"(?s){each}.* world_size={world_size}: .*world_size={1 + 2 * workers}$"):
+        spread_over([4, 4], [0, 1], info(world_size), workers=workers)
 
 
 @pytest.mark.parametrize("indices", [[0, 0, 1], [1, 2, 2], [0, 1, 1]])
