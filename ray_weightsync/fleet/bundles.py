@@ -158,7 +158,8 @@ def shortage(groups: Sequence[BundleGroup], nodes: Sequence[NodeRoom]) -> str | 
         asked = sum(bundle.resources.get(name, 0) for bundle in bundles)
         there = sum(node.total.get(name, 0) for node in nodes)
         if asked > there + ROUNDING:
-            return f"{asked:g} {name} are asked for, and the cluster has {there:g}"
+            on_cpus = "" if name == "CPU" or there else " (gpus=False asks for CPUs alone)"
+            return f"{asked:g} {name} are asked for, and the cluster has {there:g}{on_cpus}"
     for group in groups:
         for bundle, count in Counter(group.bundles).items():
             on_each = [_times(bundle.resources, node.total) for node in nodes]
