@@ -9,7 +9,7 @@ from ray_weightsync.errors import ConfigError
 
 PauseMode = Literal["keep", "wait", "abort"]
 CachePolicy = Literal["recompute", "keep", "salt"]
-PreflightMode = Literal["structural", "headers", "off"]
+PreflightMode = Literal["structural"]
 AdoptPolicy = Literal["reported", "never"]
 AfterStart = Literal["quarantine", "all_or_none"]
 
@@ -212,6 +212,10 @@ class Collective:
         _check_host("Collective", self.host)
         if isinstance(self.num_buckets, bool) or not isinstance(self.num_buckets, int) or self.num_buckets < 2:
             raise ConfigError(f"Collective.num_buckets must be an int of at least 2, not {self.num_buckets!r}")
+        if self.interface is not None and (not isinstance(self.interface, str) or not self.interface):
+            raise ConfigError(f"Collective.interface must be None or the name of a network interface, not {self.interface!r}")
+        if not isinstance(self.keep_snapshot, bool):
+            raise ConfigError(f"Collective.keep_snapshot must be a bool, not {self.keep_snapshot!r}")
 
 
 @dataclass(frozen=True)

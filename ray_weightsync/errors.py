@@ -45,7 +45,7 @@ class WeightSyncError(Exception):
         replicas: Ids of the replicas it concerns.
         elapsed_s: Seconds spent in the phase, if it is a matter of time.
         limit_s: The deadline that applied, in seconds.
-        engine_message: The engine's own words.
+        engine_message: The words of the engine, or of whatever else failed.
         log_hint: Where the engine's log is to be found.
         hint: What to do next.
         report: The round's report as far as it got.
@@ -86,7 +86,7 @@ class WeightSyncError(Exception):
             where.append(f"after {self.elapsed_s:.1f} s{limit}")
         parts = [self.message, f"[{'; '.join(where)}]" if where else ""]
         if self.engine_message:
-            parts.append(f"The engine said: {self.engine_message}")
+            parts.append(f"Cause: {self.engine_message}")
         if self.log_hint:
             parts.append(f"Log: {self.log_hint}")
         if self.hint:

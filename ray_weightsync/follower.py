@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
@@ -116,16 +115,16 @@ class Follower:
     def _go_on(self) -> None:
         sequence, limit_s = self._status.sequence, self._timeouts.health_interval_s
         while not self._closed.is_set():
-            if not ray.is_initialized():  # a call now would start or join another cluster
+            if not self._link.connected:
                 self._end("Ray was shut down in this process")
                 return
             try:
                 asked = self._link.submit("watch", sequence, limit_s)
-                status: FleetStatus = self._link.wait(asked, "watch", limit_s=limit_s + self._timeouts.status_s)
+                status: FleetStatus = self._link.wait_aside(asked, "watch", limit_s=limit_s + self._timeouts.status_s)
             except WeightSyncError:
                 continue  # a busy node; the view stays as it is until the coordinator answers
             except (CoordinatorLost, RayError) as lost:
-                if self._closed.is_set() or not ray.is_initialized():
+                if self._closed.is_set() or not self._link.connected:
                     continue
                 try:  # Ray restarts it, or this has a successor started, which counts changes anew
                     status = self._link.ask("status", limit_s=self._timeouts.connect_s)

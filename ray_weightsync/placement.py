@@ -20,9 +20,9 @@ from ray_weightsync.config import require_choice
 from ray_weightsync.engines.spawning import require_amount, require_count
 from ray_weightsync.errors import ConfigError
 from ray_weightsync.fleet.bundles import LAYOUTS, Ask, Layout, groups_for
+from ray_weightsync.fleet.cluster import require_ray
 from ray_weightsync.fleet.groups import reserve_groups
 from ray_weightsync.fleet.places import Place, Placed
-from ray_weightsync.session_options import require_ray
 
 __all__ = ["Place", "Placed", "reserve"]
 

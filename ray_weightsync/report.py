@@ -200,9 +200,9 @@ class FleetStatus:
     def __str__(self) -> str:
         members = [replica for replica in self.replicas if replica.state != "RETIRED"]
         rows = [f"{self.name}: version {self.version}, {len(self.serving)} of {len(members)} serving, {self.phase}"]
-        rows.extend(
-            f"  {each.id}: {each.state}, version {each.version}" + (f", {each.error}" if each.error else "") for each in self.replicas
-        )
+        for each in self.replicas:
+            asleep, error = ", asleep" if each.asleep else "", f", {each.error}" if each.error else ""
+            rows.append(f"  {each.id}: {each.state}{asleep}, version {each.version}{error}")
         if self.ranks is not None:
             rows.append(f"  {self.ranks}")
         return "\n".join(rows)

@@ -24,10 +24,12 @@ from ray_weightsync.config import (
     PreflightMode,
     Timeouts,
     Transport,
+    require_choice,
 )
 from ray_weightsync.engines.ref import EngineLike, as_refs
 from ray_weightsync.errors import ConfigError
 from ray_weightsync.fleet.actor import session_name, start_coordinator
+from ray_weightsync.fleet.cluster import require_ray
 from ray_weightsync.fleet.keyring import Keys, by_reference
 from ray_weightsync.fleet.link import CoordinatorLink
 from ray_weightsync.fleet.turns import Busy
@@ -37,7 +39,7 @@ from ray_weightsync.probing import Probe, probed, require_probe
 from ray_weightsync.replacer import EngineFactory, Replacer, require_factory
 from ray_weightsync.report import FleetStatus, ReplicaStatus, SyncReport
 from ray_weightsync.session_life import FleetLife
-from ray_weightsync.session_options import EngineSpec, attach_s, given, require_ray, require_trainers, settings_of
+from ray_weightsync.session_options import EngineSpec, attach_s, given, require_trainers, settings_of
 from ray_weightsync.trainer.driving import through_trainer
 from ray_weightsync.trainer.sender import SnapshotSender
 from ray_weightsync.trainer.staged import StagedWeights
@@ -140,6 +142,7 @@ class WeightSync(FleetLife):
         )
         require_trainers(trainers)
         require_factory(engine_factory)
+        require_choice("take_over", take_over, (True, False))
         require_ray()
         chosen = session_name(name)
         keys = by_reference(refs)
@@ -172,8 +175,9 @@ class WeightSync(FleetLife):
             spec: A `TorchEngineSpec` or `VLLMEngineSpec`. Its ``create`` is the ``engine_factory``, unless another one is given.
             options: Keyword arguments of `attach`.
         """
-        if not callable(getattr(spec, "spawn", None)):
-            raise ConfigError(f"spawn takes a TorchEngineSpec or a VLLMEngineSpec, not {type(spec).__name__}")
+        if isinstance(spec, type) or not callable(getattr(spec, "spawn", None)):
+            given_instead = f"the class {spec.__name__}" if isinstance(spec, type) else type(spec).__name__
+            raise ConfigError(f"spawn takes a TorchEngineSpec or a VLLMEngineSpec, not {given_instead}")
         # Before anything is started: an option that attach would refuse should not cost the start of the engines.
         inspect.signature(cls.attach).bind([], **options)
         chosen = {name: value for name, value in options.items() if name not in ("trainers", "name", "engine_factory", "take_over")}
@@ -307,9 +311,9 @@ class WeightSync(FleetLife):
         self._follower.close()
         if self._sender is not None:
             self._sender.close()
-        if not ray.is_initialized():
+        if not self._link.connected:
             self._ended = True
-            return  # the cluster went first, and everything of ours on it: a call now would connect to another one
+            return  # the cluster went first, and everything of ours on it
         timeouts = self._settings.timeouts
         try:
             for trainer in self._trainers:
@@ -322,6 +326,7 @@ class WeightSync(FleetLife):
     def _require_open(self) -> None:
         if self._closed:
             raise ConfigError(f"session {self.name} is closed")
+        self._link.require_connected()
 
     def __enter__(self) -> WeightSync:
         return self

@@ -272,7 +272,10 @@ def serving_enough(status: FleetStatus, num: int | None) -> tuple[ReplicaStatus,
 
 
 def _id_of(replica: str | ReplicaStatus) -> str:
-    return replica.id if isinstance(replica, ReplicaStatus) else replica
+    name = replica.id if isinstance(replica, ReplicaStatus) else replica
+    if not isinstance(name, str):
+        raise ConfigError(f"a replica is named by its id, such as 'r0', or by its entry in a status, not by {name!r}")
+    return name
 
 
 def _require_seconds(name: str, value: object) -> None:

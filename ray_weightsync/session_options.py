@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-import ray
 from ray.actor import ActorHandle
 
 from ray_weightsync.config import (
@@ -21,6 +20,7 @@ from ray_weightsync.config import (
     as_transport,
     require_choice,
 )
+from ray_weightsync.engines.ref import is_handle
 from ray_weightsync.errors import ConfigError
 from ray_weightsync.fleet.values import Settings
 from ray_weightsync.weights.sources import SourceLike
@@ -51,8 +51,9 @@ def settings_of(
     require_choice("adopt", adopt, ("reported", "never"))
     policy = on_failure if on_failure is not None else FailurePolicy()
     deadlines = timeouts if timeouts is not None else Timeouts()
-    if not isinstance(policy, FailurePolicy) or not isinstance(deadlines, Timeouts):
-        raise ConfigError("on_failure must be a FailurePolicy and timeouts a Timeouts")
+    for name, value, kind in (("on_failure", policy, FailurePolicy), ("timeouts", deadlines, Timeouts)):
+        if not isinstance(value, kind):
+            raise ConfigError(f"{name} must be a {kind.__name__}, not {value!r}")
     chosen = as_transport(transport)
     if policy.after_start == "all_or_none" and (
         isinstance(chosen, Native) or (isinstance(chosen, Collective) and not chosen.keep_snapshot)
@@ -80,13 +81,10 @@ def require_trainers(trainers: object) -> None:
     if len(trainers) > 1:
         raise ConfigError(f"{len(trainers)} trainers given; this version takes one (gather there) or none (this process sends)")
     for trainer in trainers:
+        if not is_handle(trainer):
+            raise ConfigError(f"trainers must hold actor handles (Trainer.remote(...)), not {type(trainer).__name__}")
         if not hasattr(trainer, "rws_send_weights"):
             raise ConfigError(f"{trainer!r} is no trainer: its class lacks TrainerMixin")
-
-
-def require_ray() -> None:
-    if not ray.is_initialized():
-        raise ConfigError("Ray is not initialised in this process; call ray.init() first")
 
 
 def given(source: SourceLike | None) -> SourceLike:

@@ -109,7 +109,7 @@ def kind_of(target: object) -> str:
         return "url" if _SCHEME.match(target) else "name"
     if is_handle(target):
         return "handle"
-    if not isinstance(target, type) and isinstance(target, VLLMWeightSyncClient):
+    if not isinstance(target, type) and not _is_actor_class(target) and isinstance(target, VLLMWeightSyncClient):
         return "client"
     kinds = "an actor handle, an actor's name, a URL, an EngineRef or a VLLMWeightSyncClient"
     raise ConfigError(f"an engine must be {kinds}, not {_typed(target)}")
@@ -232,9 +232,11 @@ def shown(ref: EngineRef) -> str:
 
 
 def _typed(value: object) -> str:
-    hint = ""
     if isinstance(value, type):
         return f"the class {value.__name__}"
-    if type(value).__name__.startswith("ActorClass"):
-        hint = " (an actor class; start it with .remote() and pass the handle)"
+    hint = " (an actor class; start it with .remote() and pass the handle)" if _is_actor_class(value) else ""
     return f"{type(value).__name__}{hint}"
+
+
+def _is_actor_class(value: object) -> bool:
+    return type(value).__name__.startswith("ActorClass")

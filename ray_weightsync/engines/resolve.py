@@ -241,7 +241,7 @@ async def _channel(ref: EngineRef, label: str) -> Channel:
                 f"{label}: there is no actor named {ref.target!r} in namespace {namespace!r}",
                 phase=PHASE,
                 replicas=(label,),
-                hint="check the name; an actor of another job is found with EngineRef(name, namespace=...)",
+                hint="check the name; an actor of another job is found with EngineRef(name, namespace=...); a server's URL begins with http://",
             ) from error
     return ActorChannel(handle, label=label, attr=ref.attr)
 
@@ -261,9 +261,11 @@ async def _require_one_server(channel: HTTPChannel, facts: EngineFacts, ref: Eng
 def _unreachable(ref: EngineRef, label: str, verdict: str, began: float, limit_s: float | None, said: str | None = None) -> AttachError:
     hints = {
         "is dead": "start a new engine and attach that one",
-        "did not answer": "a synchronous actor answers between its requests only; Timeouts(attach_s=...) gives it more time. "
-        "An actor whose request slots are all taken answers if its class has EngineMixin",
+        "did not answer": "a synchronous actor answers between its requests only, and none before it has started; Timeouts(attach_s=...) "
+        "gives it more time. An actor whose request slots are all taken answers if its class has EngineMixin",
     }
+    if kind_of(ref.target) == "url":
+        hints["could not be inspected"] = "give the root of a vLLM server, without /v1, that was started with VLLM_SERVER_DEV_MODE=1"
     return AttachError(
         f"{label} ({shown(ref)}) {verdict}",
         phase=PHASE,

@@ -22,6 +22,9 @@ KEEP_REPLICAS = {"max_restarts": 0, "max_task_retries": 0}
 """A restarted engine has lost its weights, a repeated call would be a second update: both are the coordinator's decision, not Ray's."""
 
 
+MORE_TIME = "Give them more time (Timeouts(heal_s=...); limit_s of a spec's own spawn)"
+
+
 class EnginePlace(Protocol):
     """Where one engine belongs: `ray_weightsync.placement.Place`."""
 
@@ -98,14 +101,14 @@ def spawn_all(
 def _room(needs: Mapping[str, float], num_replicas: int) -> str:
     asked = {name: amount for name, amount in needs.items() if amount}
     if not asked:
-        return "give them more time (limit_s), or look into their logs"
+        return f"{MORE_TIME}, or look into their logs"
     api: Any = ray  # these two have no annotations
     total, free = api.cluster_resources(), api.available_resources()
     lines = [
         f"{num_replicas} x {amount:g} {name} asked for, {free.get(name, 0):g} free of {total.get(name, 0):g}"
         for name, amount in asked.items()
     ]
-    return f"{'; '.join(lines)}. Give them more time (limit_s), fewer replicas, or a larger cluster"
+    return f"{'; '.join(lines)}. {MORE_TIME}, ask for fewer replicas, or add nodes"
 
 
 def runtime_env(env: Mapping[str, str]) -> dict[str, Any] | None:

@@ -170,7 +170,8 @@ def shortage(groups: Sequence[BundleGroup], nodes: Sequence[NodeRoom]) -> str | 
         asked = sum(bundle.resources.get(name, 0) for bundle in bundles)
         there = sum(node.total.get(name, 0) for node in nodes)
         if asked > there + ROUNDING:
-            return f"{asked:g} {name} are asked for, and the cluster has {there:g}"
+            on_cpus = "" if name == "CPU" or there else " (gpus=False asks for CPUs alone)"
+            return f"{asked:g} {name} are asked for, and the cluster has {there:g}{on_cpus}"
     for group in groups:
         for bundle in Counter(group.bundles):
             rivals = [other for other in (group.bundles if group.spread else bundles) if _needs_as_much(other, bundle)]

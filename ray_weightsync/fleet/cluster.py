@@ -14,6 +14,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
+from ray_weightsync.errors import ConfigError
 from ray_weightsync.protocol.threads import in_daemon_thread
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,14 @@ class Process:
             return not actor or actor["State"] == "DEAD"
         jobs = {job["JobID"]: bool(job["IsDead"]) for job in state.job_table()}  # type: ignore[no-untyped-call]
         return jobs.get(self.job_id, True)
+
+
+def require_ray() -> None:
+    """Raise `ConfigError` unless this process is connected to Ray: a call would start a cluster of its own."""
+    import ray
+
+    if not ray.is_initialized():
+        raise ConfigError("Ray is not initialised in this process; call ray.init() first")
 
 
 async def until_gone(process: Process) -> None:

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -16,7 +17,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from ray_weightsync.config import Timeouts
-from ray_weightsync.errors import AttachError, WeightSyncError
+from ray_weightsync.errors import AttachError, ConfigError, WeightSyncError
 from ray_weightsync.fleet.actor import revive
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class CoordinatorLink:
         self._handle = handle
         self._timeouts = timeouts
         self._reviving = threading.Lock()
+        self._connection = _connection()
 
     @property
     def handle(self) -> ActorHandle[Any]:
@@ -52,6 +54,19 @@ class CoordinatorLink:
     @handle.setter
     def handle(self, found: ActorHandle[Any]) -> None:
         self._handle = found
+
+    @property
+    def connected(self) -> bool:
+        """Whether this process still has the connection to Ray that it had. Without it, a call would start or join another cluster."""
+        return self._connection == _connection()
+
+    def require_connected(self) -> None:
+        """Raise `ConfigError` unless `connected`."""
+        if not self.connected:
+            raise ConfigError(
+                f"Ray was shut down in this process, and session {self.name} ended with it",
+                hint="ray.init(), and attach to the engines, or spawn them, anew",
+            )
 
     def longest_turn_s(self) -> float:
         """How long the coordinator's present turn may take, in seconds: it knows the weights that are on their way, and what they allow.
@@ -109,7 +124,12 @@ class CoordinatorLink:
             ray.kill(self._handle)
 
     def submit(self, method: str, *args: Any) -> Any:
-        """Call the coordinator; what is returned is for `wait` or `answer`."""
+        """Call the coordinator; what is returned is for `wait` or `answer`.
+
+        Raises:
+            ConfigError: if Ray was shut down in this process.
+        """
+        self.require_connected()
         return getattr(self._handle, method).remote(*args)
 
     def answer(self, ref: Any, method: str, *, round_id: str, limit_s: float, turns: int = 0) -> Any:
@@ -147,9 +167,19 @@ class CoordinatorLink:
                     raise self._silent(method, of_s + turns_s) from error
                 turns_s = longer_s
 
-    def _get(self, ref: Any, limit_s: float) -> Any:
+    def wait_aside(self, ref: Any, method: str, *, limit_s: float) -> Any:
+        """`wait` for a thread beside the user's own, which may shut Ray down meanwhile: Ray ends the process of whoever waits inside it."""
         try:
-            return ray.get(ref, timeout=max(0.0, limit_s))
+            return self._answer(lambda: ref.future().result(timeout=limit_s))
+        except TimeoutError as error:
+            raise self._silent(method, limit_s) from error
+
+    def _get(self, ref: Any, limit_s: float) -> Any:
+        return self._answer(lambda: ray.get(ref, timeout=max(0.0, limit_s)))
+
+    def _answer(self, waited_for: Callable[[], Any]) -> Any:
+        try:
+            return waited_for()
         except RayTaskError as error:
             cause = error.cause
             if isinstance(cause, WeightSyncError):
@@ -191,3 +221,11 @@ class CoordinatorLink:
             limit_s=limit_s,
             hint="ask status()",
         )
+
+
+def _connection() -> tuple[str, str] | None:
+    """The cluster that this process is connected to, and the job it is there; None without any."""
+    if not ray.is_initialized():
+        return None
+    context = ray.get_runtime_context()
+    return context.gcs_address, context.get_job_id()

@@ -128,15 +128,22 @@ class Staging:
         try:
             snapshot.slot, copy, snapshot.ahead = await self._allotted(node_id, plan)
         except Exception as error:
-            full = type(getattr(error, "cause", error)).__name__ == "NoRoomError"
-            room = f"free or enlarge {self._transport.directory} (docker run --shm-size=...)"
-            room += f", or name another: transport={self._directory_option}" if self._directory_option else ""
+            cause = getattr(error, "cause", error)
+            full = type(cause).__name__ == "NoRoomError"
+            named = f": transport={self._directory_option}" if self._directory_option else ""
+            hint = "call again: a store that has died or hangs is started anew"
+            if full:
+                hint = f"free or enlarge {self._transport.directory} (docker run --shm-size=...)" + (
+                    f", or name another{named}" if named else ""
+                )
+            elif isinstance(cause, FileNotFoundError | NotADirectoryError | PermissionError) or type(cause).__name__ == "SlotError":
+                hint = f"name a memory-backed directory that is there on each node{named}"
             raise self._unchanged(
                 f"No {'room' if full else 'slot'} could be had for {plan.num_bytes / 1e6:.1f} MB.",
                 phase="stage",
                 limit_s=limit_s,
                 engine_message=words(error),
-                hint=room if full else "call again: a store that has died or hangs is started anew",
+                hint=hint,
             ) from error
         snapshot.copies[node_id] = copy
 

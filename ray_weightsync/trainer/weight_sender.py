@@ -5,6 +5,7 @@ from __future__ import annotations
 from ray_weightsync.config import Timeouts
 from ray_weightsync.errors import ConfigError
 from ray_weightsync.fleet.actor import revive
+from ray_weightsync.fleet.cluster import require_ray
 from ray_weightsync.fleet.link import CoordinatorLink
 from ray_weightsync.fleet.turns import Busy
 from ray_weightsync.fleet.values import Settings
@@ -25,7 +26,8 @@ class WeightSender:
         process_group: The ranks' CPU process group, when there are several.
 
     Raises:
-        ConfigError: for a rank outside ``0 .. world_size - 1``, or more than one rank (not available in this version).
+        ConfigError: for a rank outside ``0 .. world_size - 1``, or more than one rank (not available in this version), or if Ray is not
+            initialised.
         AttachError: if no session of that name is running.
     """
 
@@ -45,17 +47,20 @@ class WeightSender:
         if world_size != 1 or process_group is not None:
             raise ConfigError("a WeightSender of more than one rank is not available in this version: gather on rank 0 and send from there")
         self._source = as_source(source)
+        require_ray()
         coordinator = revive(name)
         settings: Settings = CoordinatorLink(name, coordinator, timeouts=Timeouts()).ask("settings", limit_s=Timeouts().connect_s)
-        link = CoordinatorLink(name, coordinator, timeouts=settings.timeouts)
-        self._sender = SnapshotSender(name, link, settings=settings)
+        self._link = CoordinatorLink(name, coordinator, timeouts=settings.timeouts)
+        self._sender = SnapshotSender(name, self._link, settings=settings)
 
     def send_weights(self, *, version: int | str, busy: Busy = "wait") -> SyncReport:
         """Bring every serving replica to ``version``. Errors as of `WeightSync.send_weights`."""
+        self._link.require_connected()
         return self._sender.send(self._source, version=version, busy=busy)
 
     def stage_weights(self, *, version: int | str, busy: Busy = "wait") -> StagedWeights:
         """Seal a snapshot of the weights as they are now; the trainer may then go on."""
+        self._link.require_connected()
         return self._sender.stage(self._source, version=version, busy=busy)
 
     def commit_weights(self, staged: StagedWeights) -> SyncReport:

@@ -69,8 +69,10 @@ class StateDictSource(_SourceBase):
             entries = {name: value for name, value in entries.items() if name not in skipped}
         for name, value in entries.items():
             if not isinstance(value, torch.Tensor):
+                inner = isinstance(value, Mapping)
                 raise ConfigError(
-                    f"the value of {name!r} is a {type(value).__name__}, not a tensor", hint=f"leave it out with skip=[{name!r}]"
+                    f"the value of {name!r} is a {type(value).__name__}, not a tensor",
+                    hint=f"send what is under {name!r}" if inner else f"leave it out: StateDictSource(mapping, skip=[{name!r}])",
                 )
             self._refuse(name, value)
         return entries

@@ -79,6 +79,8 @@ class TestTimeouts:
         (lambda: Host(bucket_bytes=-1), "bucket_bytes"),
         (lambda: Collective(bucket_bytes=1), "bucket_bytes"),
         (lambda: Collective(num_buckets=1), "num_buckets"),
+        (lambda: Collective(interface=""), "interface"),
+        (lambda: Collective(keep_snapshot="yes"), "keep_snapshot"),  # type: ignore[arg-type]
         (lambda: Collective(host="/mnt/shm"), r"Collective\.host"),  # type: ignore[arg-type]
         (lambda: Auto(host=None), r"Auto\.host"),  # type: ignore[arg-type]
         (lambda: Native(""), "backend"),

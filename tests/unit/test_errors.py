@@ -48,6 +48,10 @@ def test_the_text_says_what_holds_then_who_where_how_long_the_words_the_log_and_
     assert [text.index(each) for each in order] == sorted(text.index(each) for each in order)
 
 
+def test_words_are_not_ascribed_to_an_engine_which_may_not_have_said_them() -> None:
+    assert str(WeightSyncError("What holds.", engine_message="no such file")) == "What holds.\nCause: no such file"
+
+
 def test_what_is_not_known_is_not_said() -> None:
     assert str(WeightSyncError("plain")) == "plain"
 

@@ -98,6 +98,11 @@ def test_staleness_goes_by_the_oldest_version_and_is_unknown_if_one_is(output: o
     assert FleetView(Known(status)).staleness(output) == age  # type: ignore[arg-type]
 
 
+def test_who_sleeps_and_so_serves_nothing_is_said() -> None:
+    sleeper = replace(replica("r1"), serving=False, asleep=True)
+    assert str(fleet(replica("r0"), sleeper)).splitlines()[1:] == ["  r0: SERVING, version 1", "  r1: SERVING, asleep, version 1"]
+
+
 def test_a_change_of_state_is_one_line_and_what_a_round_goes_through_is_none() -> None:
     before = fleet(replica("r0"), replica("r1"))
     during = fleet(replica("r0", "UPDATING"), replica("r1", "UPDATING"))

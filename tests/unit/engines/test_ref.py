@@ -9,9 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import ray
 from ray import cloudpickle
 
 from ray_weightsync.engines.ref import EngineRef, as_ref, as_refs, kind_of, literal_keys, shown, with_keys
+from ray_weightsync.engines.torch_engine import TorchEngine
 from ray_weightsync.errors import ConfigError
 from ray_weightsync.protocol.urls import Secret
 
@@ -31,6 +33,11 @@ class TestEngineRef:
     )
     def test_a_string_with_a_scheme_is_a_url_and_any_other_a_name(self, target: Any, kind: str) -> None:
         assert kind_of(EngineRef(target).target) == kind
+
+    @pytest.mark.parametrize("target", [TorchEngine, ray.remote(Client)])
+    def test_an_actor_class_is_no_client_although_it_has_the_methods_and_the_error_says_remote(self, target: Any) -> None:
+        with pytest.raises(ConfigError, match=r"start it with \.remote\(\) and pass the handle"):
+            EngineRef(target)
 
     @pytest.mark.parametrize("target", [None, 7, object(), Client, ["http://h"], {"url": "x"}])
     def test_anything_else_is_refused(self, target: Any) -> None:

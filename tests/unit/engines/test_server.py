@@ -223,7 +223,7 @@ def test_a_restarted_server_behind_the_same_url_is_another_incarnation() -> None
 def test_nobody_listening_is_an_error_that_names_engine_and_url() -> None:
     with serving(Server()) as url:
         engine = attached(url, id="gen")
-    with pytest.raises(AttachError, match=rf"gen \({url}\)"):
+    with pytest.raises(AttachError, match=rf"(?s)gen \({url}\).*give the root of a vLLM server, without /v1"):
         attached(url, id="gen")
     with pytest.raises(EngineCallError) as raised:
         asyncio.run(inspect(engine, "n", limit_s=LIMIT_S))

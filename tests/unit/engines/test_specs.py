@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 
 import ray_weightsync as rws
 from ray_weightsync.engines import specs
@@ -50,6 +51,11 @@ def test_an_engine_has_to_be_as_large_as_its_place(tensor: int, engine_args: dic
     said = rf"{workers} workers for each engine .* reserved with tensor_parallel_size={workers + 1}: the two must be equal"
     with pytest.raises(rws.ConfigError, match=said):
         rws.VLLMEngineSpec("a-model", placement=Spots([Spot(workers + 1)]), **options)
+
+
+def test_a_module_is_not_taken_for_the_function_that_makes_one() -> None:
+    with pytest.raises(rws.ConfigError, match="must be a function that makes a module"):
+        rws.TorchEngineSpec(torch.nn.Linear(1, 1))
 
 
 def test_rays_executor_is_refused_in_a_place_of_one_bundle() -> None:

@@ -15,7 +15,7 @@ from ray_weightsync.errors import AttachError, RoundAborted
 from ray_weightsync.fleet.choosing import SenderFacts
 from ray_weightsync.fleet.values import Way
 from ray_weightsync.protocol.channel import FINISH, INIT, START, UPDATE
-from ray_weightsync.transports.host.layout import NoRoomError
+from ray_weightsync.transports.host.layout import NoRoomError, SlotError
 from tests.unit.fleet import fakes
 from tests.unit.fleet.fake_engine import FakeEngine
 from tests.unit.fleet.fakes import FakeFleet, meeting_of, sealed
@@ -104,6 +104,36 @@ def test_a_round_that_finds_no_room_says_how_its_session_names_another_directory
         assert fleet.settings.host == host
         assert str(caught.value.hint).startswith(f"free or enlarge {host.directory}")
         assert str(caught.value.hint).endswith(option)
+
+    run(story)
+
+
+ANOTHER = "name a memory-backed directory that is there on each node: transport="
+
+
+@pytest.mark.parametrize(
+    ("error", "hint"),
+    [
+        (
+            FileNotFoundError(2, "No such file or directory", "/no/such"),
+            ANOTHER,
+        ),
+        (SlotError("names the environment variable NO_SUCH"), ANOTHER),
+        (TimeoutError("no answer"), "call again: a store that has died or hangs is started anew"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_directory_that_is_not_there_is_told_from_a_store_that_can_be_started_anew(error: Exception, hint: str) -> None:
+    async def story() -> None:
+        fleet = await FakeFleet(1, transport=Host(directory="/no/such")).attach()
+
+        async def refused(node_id: str, **slot: Any) -> Any:
+            raise error
+
+        fleet.stores.open_slot = refused  # type: ignore[method-assign]
+        with pytest.raises(RoundAborted, match="No slot could be had") as caught:
+            await fleet.open(1, way=Way(transport=fleet.settings.host, reason="test"))
+        assert str(caught.value.hint).startswith(hint)
 
     run(story)
 

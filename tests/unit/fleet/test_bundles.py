@@ -140,7 +140,7 @@ def test_where_cpus_are_no_matter_all_that_can_never_be_placed_is_refused(ask: A
     ("ask", "rooms", "said"),
     [
         (Ask(trainers=2, engines=2), [node("a", cpus=9, gpus=3)], "4 GPU are asked for, and the cluster has 3"),
-        (Ask(trainers=0, engines=1), [node("a", cpus=4)], "1 GPU are asked for, and the cluster has 0"),
+        (Ask(trainers=0, engines=1), [node("a", cpus=4)], r"1 GPU are asked for, and the cluster has 0 \(gpus=False asks for CPUs alone\)"),
         (Ask(trainers=4, engines=1, gpus=False), [node("a", cpus=4)], "5 CPU are asked for, and the cluster has 4"),
         (
             Ask(trainers=0, engines=1, tensor_parallel_size=4),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray.exceptions import ActorUnavailableError, GetTimeoutError
 
 from ray_weightsync.config import Timeouts
-from ray_weightsync.errors import WeightSyncError
+from ray_weightsync.errors import ConfigError, WeightSyncError
 from ray_weightsync.fleet import link as module
 from ray_weightsync.fleet.link import CoordinatorLink
 
@@ -113,3 +115,26 @@ def test_an_interrupted_end_leaves_it_to_finish_what_it_is_at(monkeypatch: pytes
     with pytest.raises(KeyboardInterrupt):
         link_to(coordinator).end(limit_s=90)
     assert coordinator.killed_at is None
+
+
+@pytest.mark.parametrize("later", [None, ("elsewhere", "01")], ids=["shut down", "another cluster"])
+def test_after_a_shutdown_of_ray_no_call_starts_or_joins_another_cluster(monkeypatch: pytest.MonkeyPatch, later: Any) -> None:
+    connections = [("here", "01"), later]
+    monkeypatch.setattr(module, "_connection", lambda: connections.pop(0) if len(connections) > 1 else connections[0])
+    link = CoordinatorLink("s", object(), timeouts=Timeouts())  # type: ignore[arg-type]  # it can be asked nothing
+    with pytest.raises(ConfigError, match="Ray was shut down in this process, and session s ended with it"):
+        link.ask("status", limit_s=10)
+    assert not link.connected
+
+
+def test_a_thread_beside_the_users_own_does_not_wait_inside_ray(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    link = link_to(Coordinator(monkeypatch, 0, answers_at=0))
+    monkeypatch.setattr(module.ray, "get", lambda ref, **options: pytest.fail("it waits inside Ray"))
+    answer: Future[str] = Future()
+    ref = SimpleNamespace(future=lambda: answer)
+    with pytest.raises(WeightSyncError, match="did not answer"):
+        link.wait_aside(ref, "watch", limit_s=0)
+    answer.set_result("done")
+    assert link.wait_aside(ref, "watch", limit_s=0) == "done"
