@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 PHASES = {INIT: "init", START: "start", UPDATE: "update", FINISH: "finish"}
 
-AFTER = {None: (INIT, START), INIT: (INIT, START), START: (UPDATE,), UPDATE: (UPDATE, FINISH), FINISH: ()}
-"""Which verbs may follow which in one round."""
+AFTER = {None: (INIT,), INIT: (INIT, START), START: (UPDATE,), UPDATE: (UPDATE, FINISH), FINISH: ()}
+"""Which verbs may follow which in one round. Stock engines, which are told of no round, may also be started at once."""
 
 CarryOut = Callable[[str, list[Call]], Awaitable[Any]]
 """Makes a member's calls, given the phase and the calls. `StepFailed` if one fails."""
@@ -268,7 +268,7 @@ class Relay(Live[NativeMembers]):
 
     def _require_in_order(self, verb: str, payload: Payload | None) -> None:
         before = None if self._order is None else self._order.verb
-        if verb not in AFTER[before]:
+        if verb not in AFTER[before] and not (self._stock and (before, verb) == (None, START)):
             raise ConfigError(
                 f"the trainer engine calls {verb} after {before or 'nothing'}: a round has one session, in the order of {', '.join(PHASES)}"
             )

@@ -66,7 +66,7 @@ def _require_what_is_patched(parts: Parts, snapshot: Snapshot, members: list[Rep
             f"{', '.join(without)} {'does' if len(without) == 1 else 'do'} not hold.",
             phase="preflight",
             replicas=tuple(without),
-            hint="send all weights first, by a session with another transport; or remove these replicas",
+            hint="send all weights first (send_weights takes them in place of patches); or remove these replicas",
         )
 
 

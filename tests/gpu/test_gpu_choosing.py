@@ -22,7 +22,10 @@ LIMIT_S = 120.0
 
 
 def make_module() -> torch.nn.Module:
-    return torch.nn.Linear(64, 64).cuda()
+    """Two layers that share one weight."""
+    module = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    module[1].weight = module[0].weight
+    return module.cuda()
 
 
 def test_a_module_on_the_gpu_may_go_from_there_and_one_that_was_put_aside_may_not(own_ray: None) -> None:

@@ -11,6 +11,7 @@ import torch
 import xxhash
 
 from ray_weightsync.errors import ConfigError
+from ray_weightsync.transports.collective.stock_format import NCCL_DTYPES
 from ray_weightsync.weights.copying import hash_only
 from ray_weightsync.weights.packing import Packed
 from ray_weightsync.weights.plan import ParamMeta
@@ -88,8 +89,8 @@ def _require_applicable(patch: Any) -> None:
 
     Raises:
         ConfigError: naming the tensor, for values or indices that are not plain, flat and contiguous (NCCL sends memory as it lies);
-            indices that are not int32, outside of the tensor, or there twice; values that are not floats, or NaN (which is how vLLM
-            marks what stays as it is).
+            indices that are not int32, outside of the tensor, or there twice; values that are not floats, or of a dtype that NCCL does not
+            send, or NaN (which is how vLLM marks what stays as it is).
     """
     name, indices, values = patch.name, patch.indices, patch.values
     try:
@@ -106,6 +107,8 @@ def _require_applicable(patch: Any) -> None:
         raise ConfigError(f"the patch of {name!r} has indices of {_short(indices.dtype)}; vLLM reads int32", hint="indices.int()")
     if not values.dtype.is_floating_point:
         raise ConfigError(f"the patch of {name!r} has values of {_short(values.dtype)}; vLLM patches floats alone")
+    if _short(values.dtype) not in NCCL_DTYPES:
+        raise ConfigError(f"the patch of {name!r} has values of {_short(values.dtype)}, for which vLLM's NCCL has no type")
     if not indices.numel():
         return
     in_order, size = indices.sort().values, math.prod(shape)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import pytest
 import torch
 
+from ray_weightsync.engines import torch_loader
 from ray_weightsync.engines.torch_loader import ModuleLoader, tensors_by_name
 from ray_weightsync.weights.plan import ParamMeta, Plan
 
@@ -165,3 +166,10 @@ class TestLoad:
         module = two_layers()
         ModuleLoader(module).drop()
         assert not any(tensor.any() for tensor in tensors_by_name(module).values())
+
+    def test_tied_values_are_compared_where_the_module_is(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        there = torch.device("meta")  # stands for a GPU: a second device that is on every machine
+        compared: list[tuple[torch.device, torch.device]] = []
+        monkeypatch.setattr(torch, "equal", lambda a, b: compared.append((a.device, b.device)) or True)
+        assert torch_loader._same_bytes(torch.ones(2, device=there), torch.ones(2))
+        assert compared == [(there, there)]

@@ -135,7 +135,7 @@ class TestCalls:
 
         run(story)
 
-    @pytest.mark.parametrize("verbs", [[UPDATE], [START, START], [START, INIT], [START, UPDATE, FINISH, UPDATE]])
+    @pytest.mark.parametrize("verbs", [[UPDATE], [INIT, START, START], [INIT, START, INIT], [INIT, START, UPDATE, FINISH, UPDATE]])
     def test_verbs_out_of_order_are_refused(self, verbs: list[str]) -> None:
         async def story() -> None:
             class Confused(FakeTrainerEngine):
@@ -148,6 +148,20 @@ class TestCalls:
                 await fleet.relay(1, engine=engine)
             assert isinstance(engine.error, ConfigError)
             assert (await fleet.relay(2)).committed == ("r0",)
+
+        run(story)
+
+    def test_an_engine_that_sets_nothing_up_is_refused_before_anybody_starts(self) -> None:
+        async def story() -> None:
+            class Hasty(FakeTrainerEngine):
+                def calls(self) -> Any:
+                    return iter([(START, None), (UPDATE, {}), (FINISH, None)])
+
+            fleet = await fleet_of(2).attach()
+            with pytest.raises(RoundAborted, match="calls start_weight_update after nothing"):
+                await fleet.relay(1, engine=Hasty())
+            assert [(each.version, each.paused) for each in fleet.engines] == [("v0", False)] * 2
+            assert not any("start" in each.calls for each in fleet.engines)
 
         run(story)
 

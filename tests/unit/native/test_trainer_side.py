@@ -143,6 +143,7 @@ class TestPatches:
             ({"indices": torch.tensor([[1, 4]], dtype=torch.int32), "values": torch.ones(1, 2)}, "flat"),
             ({"indices": torch.tensor([1], dtype=torch.int32)}, "needs name, indices"),
             ({"values": torch.ones(2, dtype=torch.int32)}, "values of int32"),
+            ({"values": torch.ones(2).to(torch.float8_e5m2)}, "values of float8_e5m2, for which vLLM's NCCL has no type"),
             ({"values": torch.tensor([1.0, float("nan")])}, "NaN"),
             ({"values": torch.ones(2, device="meta")}, "meta"),
             ({"values": torch.tensor([1.0, float("nan")]).to(torch.float8_e4m3fn)}, "NaN"),
