@@ -94,6 +94,20 @@ def test_a_node_on_which_no_process_of_the_job_can_run_is_said_and_nothing_stays
     assert removed == [made]
 
 
+def test_places_of_a_ray_that_has_ended_are_gone_and_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    removed: list[Any] = []
+    monkeypatch.setattr(groups.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(groups, "remove_placement_group", removed.append)
+    monkeypatch.setattr(groups, "placement_group_table", lambda group: {})
+    monkeypatch.setattr(groups, "REMOVAL_LIMIT_S", 0.1)
+    made: Any = MadeUp()
+    groups.remove_groups([made])
+    assert removed == [made]
+    assert not caplog.messages
+
+
 def test_a_place_whose_fractions_of_cpus_are_no_round_number_is_vacant_too(monkeypatch: pytest.MonkeyPatch) -> None:
     ask = Ask(trainers=0, engines=1, gpus=False, cpus_per_process=0.0029)
     (group,) = groups_for(ask)
