@@ -68,6 +68,8 @@ class Place:
     def options(self, *, env: Mapping[str, str] | None = None) -> dict[str, Any]:
         """What ``Actor.options(...)`` takes to start it there.
 
+        Where ``env`` has variables, a ``runtime_env`` is among it, which Ray takes in place of the actor class's own.
+
         Args:
             env: Further environment variables, which win over the place's own.
         """
