@@ -181,7 +181,7 @@ def remove_groups(groups: Sequence[PlacementGroup]) -> None:
         remove_placement_group(group)
     deadline = time.monotonic() + REMOVAL_LIMIT_S
     for group in groups:
-        while placement_group_table(group).get("state") != "REMOVED":
+        while placement_group_table(group).get("state", "REMOVED") != "REMOVED":  # a Ray that was started since knows nothing of it
             if time.monotonic() > deadline:
                 logger.warning("placement group %s was given back and is still there after %.0f s", group.id.hex(), REMOVAL_LIMIT_S)
                 return

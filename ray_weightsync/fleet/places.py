@@ -68,6 +68,8 @@ class Place:
     def options(self, *, env: Mapping[str, str] | None = None) -> dict[str, Any]:
         """What ``Actor.options(...)`` takes to start it there.
 
+        Where ``env`` has variables, a ``runtime_env`` is among it, which Ray takes in place of the actor class's own.
+
         Args:
             env: Further environment variables, which win over the place's own.
         """
@@ -87,7 +89,7 @@ class Place:
 
 
 class Placed:
-    """Reserved places; a context manager. Made by `ray_weightsync.placement.reserve`.
+    """Reserved places; a context manager. Made by `ray_weightsync.placement.reserve`. Picklable: a copy is of the same places.
 
     They are given back by `close`, which ends whatever still runs in them, and by Ray when the job ends. An actor that reserves them and
     dies leaves them until then, unless it is a detached one: close them from outside, or let the job script reserve.
@@ -102,6 +104,13 @@ class Placed:
         self._lock = threading.RLock()
         self._given: dict[int, float] = {}
         self._closed = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lock = threading.RLock()
 
     @property
     def trainers(self) -> tuple[Place, ...]:

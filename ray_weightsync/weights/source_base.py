@@ -85,9 +85,13 @@ def refuse_unsendable(name: str, tensor: object) -> None:
 
 
 def refuse_valueless(name: str, tensor: object) -> None:
-    """Raise `ConfigError` naming what is not a tensor, on meta, of another layout than strided, or quantised by torch."""
+    """Raise `ConfigError` naming what is not a tensor, without a shape, on meta, of another layout than strided, or quantised by torch."""
     if not isinstance(tensor, torch.Tensor):
         raise ConfigError(f"{name!r} is a {type(tensor).__name__}, not a tensor")
+    if torch.nn.parameter.is_lazy(tensor):
+        raise ConfigError(f"{name!r} has no shape and no values yet", hint="run one batch through the module first")
+    if tensor.is_nested:
+        raise ConfigError(f"{name!r} is a nested tensor, only dense tensors can be sent", hint=f"send {name}.to_padded_tensor(0)")
     if tensor.is_meta:
         raise ConfigError(f"{name!r} is on the meta device and has no values to send", hint="load or initialise it first")
     if tensor.layout is not torch.strided:

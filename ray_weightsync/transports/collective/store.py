@@ -120,7 +120,7 @@ class _Serving:
             for connection in list(self._connections):
                 self._drop(connection)
             self._selector.close()
-            listening.close()
+            _end(listening)
             woken.close()
 
     def _accept(self) -> None:
@@ -236,6 +236,10 @@ class _Serving:
         self._connections.remove(connection)
         self._waits = [wait for wait in self._waits if wait.connection is not connection]
         self._selector.unregister(connection.socket)
-        with contextlib.suppress(OSError):  # the other side was first
-            connection.socket.shutdown(socket.SHUT_RDWR)  # close() alone ends nothing while a forked process has it open too
-        connection.socket.close()
+        _end(connection.socket)
+
+
+def _end(opened: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # the other side was first
+        opened.shutdown(socket.SHUT_RDWR)  # close() alone ends nothing while a forked process has it open too
+    opened.close()

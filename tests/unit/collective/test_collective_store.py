@@ -179,6 +179,15 @@ def test_a_server_that_closes_ends_every_wait_and_every_later_call_at_once(serve
         served.client()
 
 
+def test_nobody_reaches_a_closed_store_though_a_forked_process_has_its_socket_too() -> None:
+    listening = socket.create_server(("127.0.0.1", 0))
+    with listening.dup() as forked:
+        server = StoreServer(listening, NONCE)
+        server.close()
+        with pytest.raises(StoreGone, match="refused"):
+            StoreClient("127.0.0.1", forked.getsockname()[1], NONCE, LIMIT_S).close()
+
+
 def test_a_client_that_closes_ends_its_own_waits_and_nobody_elses(served: Served) -> None:
     closing, staying = served.client(), served.client()
     waits = [client.wait(["a"], FOREVER_S) for client in (closing, staying)]

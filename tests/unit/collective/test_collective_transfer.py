@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ray_weightsync.transports.collective.receiver import CollectiveReceiver
 from ray_weightsync.transports.collective.rendezvous import GroupError
@@ -168,6 +169,23 @@ def test_a_receiver_that_is_to_join_another_group_leaves_the_one_that_it_waits_f
     assert len(list(delivery)) == 10
     assert delivery.received().digest == sending.result().digest
     delivery.close()
+
+
+def test_a_global_process_group_of_the_trainers_own_is_as_it_was(group: Any, weights: Any) -> None:
+    source, plan = weights()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        before = dist.group.WORLD
+        made = group(3)
+        receivers = made.receive_all(plan)
+        made.sender.send(source, plan)
+        assert all(receiver.result()[1].digest == weights_digest(source) for receiver in receivers)
+        made.close()
+        assert dist.group.WORLD is before
+        assert (dist.get_world_size(), dist.get_rank()) == (1, 0)
+        dist.all_reduce(torch.ones(1))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_workers_rank_is_its_replicas_offset_and_its_place_in_it(group: Any, weights: Any, aside: Any) -> None:

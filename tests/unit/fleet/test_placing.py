@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 from typing import Any
 
 import pytest
@@ -92,6 +93,33 @@ def test_a_node_on_which_no_process_of_the_job_can_run_is_said_and_nothing_stays
     with pytest.raises(rws.AttachError, match=r"(?s)Nothing stays reserved.*pip install failed.*runtime environment"):
         groups.reserve_groups(ONE_ENGINE, limit_s=60, may_grow=False)
     assert removed == [made]
+
+
+def test_places_of_a_ray_that_has_ended_are_gone_and_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    removed: list[Any] = []
+    monkeypatch.setattr(groups.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(groups, "remove_placement_group", removed.append)
+    monkeypatch.setattr(groups, "placement_group_table", lambda group: {})
+    monkeypatch.setattr(groups, "REMOVAL_LIMIT_S", 0.1)
+    made: Any = MadeUp()
+    groups.remove_groups([made])
+    assert removed == [made]
+    assert not caplog.messages
+
+
+def test_places_can_be_handed_to_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = Ask(trainers=1, engines=2)
+    (group,) = groups_for(ask)
+    where = [
+        Located(bundle=bundle, group=0, index=index, node_id="a", node_ip="10.0.0.1", gpu_ids=(str(index),))
+        for index, bundle in enumerate(group.bundles)
+    ]
+    made: Any = MadeUp()
+    copy = pickle.loads(pickle.dumps(rws.TorchEngineSpec(dict, num_replicas=2, placement=rws.placement.Placed(ask, [made], where))))  # type: ignore[arg-type]
+    monkeypatch.setattr(places, "nodes_of", lambda made: {(0, index): "a" for index in range(3)})
+    assert [copy.placement.engine(index).gpu_ids for index in range(2)] == [("0",), ("1",)]
 
 
 def test_a_place_whose_fractions_of_cpus_are_no_round_number_is_vacant_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,6 +59,12 @@ def quantised() -> torch.Tensor:
         return torch._empty_affine_quantized([2], scale=1.0, zero_point=0, dtype=torch.qint8)  # type: ignore[attr-defined,no-any-return]
 
 
+def nested() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls them a prototype
+        return torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
+
+
 DECLARED = [ParamMeta("a", torch.float32, (2,)), ParamMeta("b", torch.int64, ())]
 PAIRS = [("a", torch.ones(2)), ("b", torch.tensor(3))]
 
@@ -108,6 +114,8 @@ UNSENDABLE = {
     "sparse": torch.eye(2).to_sparse(),
     "quantised": quantised(),
     "a subclass": Wrapper(torch.ones(2)),
+    "a lazy parameter": torch.nn.parameter.UninitializedParameter(),
+    "nested": nested(),
     "a number": 3,
     "None": None,
 }
