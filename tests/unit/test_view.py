@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ray_weightsync.config import Timeouts
-from ray_weightsync.errors import ConfigError
+from ray_weightsync.errors import ConfigError, WeightSyncError
 from ray_weightsync.follower import Follower, changes, nothing_known, settled
 from ray_weightsync.report import FleetStatus, ReplicaStatus
 from ray_weightsync.session_life import serving_enough
@@ -119,6 +119,23 @@ def test_the_ranks_of_a_broadcast_are_one_line_of_the_drivers_log_until_they_cha
         for sequence, ranks in enumerate([None, table, table, None, table]):
             follower._publish(replace(begun, sequence=sequence, ranks=ranks))
     assert caplog.messages == [f"f: {table}"] * 2  # None: a successor of the coordinator, which has seen no broadcast yet
+
+
+def test_a_follower_waits_outside_of_ray_and_ends_when_that_is_shut_down() -> None:
+    """Its link has no other way to wait: Ray would end the process of whoever waits inside it then."""
+    news = fleet(replica("r0"))
+    link = SimpleNamespace(name="f", connected=True, submit=lambda *asked: None)
+
+    def wait_aside(*asked: Any, **limits: Any) -> FleetStatus:
+        link.connected = False
+        return news
+
+    link.wait_aside = wait_aside
+    events = Follower(link, nothing_known("f"), timeouts=Timeouts()).events(timeout_s=30)  # type: ignore[arg-type]
+    heard: list[FleetStatus] = []
+    with pytest.raises(WeightSyncError, match="Ray was shut down in this process"):
+        heard.extend(events)
+    assert heard[-1] is news
 
 
 def test_all_means_everyone_who_is_not_retired_and_never_nobody() -> None:
