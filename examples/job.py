@@ -1,4 +1,4 @@
-"""The same as a Ray job: `ray job submit --working-dir . -- python examples/job.py`.
+"""A Ray job that trains and sends: `ray job submit --working-dir . -- python examples/job.py`.
 
 Spawns two engines and a trainer actor on whatever the job's cluster is, runs three rounds and ends with the job's status:
 0 when every engine answered with the trainer's output after every round, 1 otherwise.

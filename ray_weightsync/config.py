@@ -59,9 +59,18 @@ def is_tombstone(label: str | None) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeouts:
-    """One deadline a phase, in seconds. `stage_s`, `update_s` and `finish_s` grow with the bytes moved.
+    """One deadline a phase of a round, in seconds. `stage_s`, `update_s` and `finish_s` grow with the bytes moved.
 
-    `heal_s` is what a new engine may take to start.
+    Attributes:
+        attach_s: To reach an engine and learn what it is.
+        connect_s: For the coordinator and the snapshot stores to start or be found, and for a group to meet.
+        gather_s: For a trainer to come to a round, and, beside `stage_s`, to read its source.
+        attest_s: For the outcome, in which the workers say what they loaded; and for a ``probe``.
+        heal_s: For a new engine to start.
+        status_s: For `status`.
+        health_interval_s: Between two looks at the engines while no round is in progress.
+        warn_every_s: Between two lines of the log that say who is waited for.
+        min_rate_bytes_per_s: The slowest rate of bytes that is allowed.
 
     Raises:
         ConfigError: if a field is not a positive, finite number.

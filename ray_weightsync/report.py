@@ -86,7 +86,7 @@ class SyncReport:
 
     @property
     def committed(self) -> tuple[str, ...]:
-        """Ids of the replicas that hold this version and serve it."""
+        """Ids of the replicas that hold this version."""
         return tuple(replica.id for replica in self.replicas if replica.failed_phase is None)
 
     @property
@@ -165,8 +165,8 @@ class FleetStatus:
 
     Attributes:
         name: The session's name.
-        version: The version last committed, as its label; None before the first.
-        ordinal: Place of that version in the order of commits; 0 before the first.
+        version: The version last committed, or adopted at attach, as its label; None if there is neither.
+        ordinal: Place of that version in the order of commits; 0 before the first commit.
         epoch: Number of the present membership.
         phase: The phase of the round in progress, or ``"idle"``.
         round_id: The round in progress, or None.

@@ -10,7 +10,7 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import ray
 from ray.actor import ActorHandle
@@ -221,6 +221,7 @@ class WeightSync(FleetLife):
             RoundAborted: nothing changed; the old version serves everywhere.
             ReplicasLost: the new version serves on the rest; the lost ones are fenced.
             FleetTorn: no replica may serve until a complete round.
+            SessionConflict: another session has taken all engines; nothing was sent.
         """
         if self._trainers:
             return self._probed(probe, lambda: self._through_trainer("send", source, version, busy))
@@ -333,6 +334,9 @@ class WeightSync(FleetLife):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a WeightSync stays in its process: give other processes sync.view(), or let a trainer join by WeightSender(name)")
 
     def __repr__(self) -> str:
         return f"WeightSync(name={self.name!r}, engines={len(self.engines)}{', closed' if self._closed else ''})"

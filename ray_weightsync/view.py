@@ -30,7 +30,7 @@ class FleetView:
 
     @property
     def version(self) -> str | None:
-        """Label of the version last committed; None before the first."""
+        """Label of the version last committed, or adopted at attach; None if there is neither."""
         return self.status.version
 
     @property

@@ -154,9 +154,12 @@ class EngineMixin:
 
     def _rws_engine(self) -> Any:
         try:
-            return resolve(self, self.engine_attr)
+            engine = resolve(self, self.engine_attr)
         except AttributeError as error:
             raise AttributeError(f"{type(self).__name__} holds no engine in {self.engine_attr!r} (set engine_attr): {error}") from error
+        if engine is None:
+            raise AttributeError(f"{type(self).__name__} holds None in {self.engine_attr!r}: attach it when its engine was made")
+        return engine
 
     async def _rws_call(self, verb: str, *args: Any, **kwargs: Any) -> Any:
         engine = self._rws_engine()

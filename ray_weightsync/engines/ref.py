@@ -31,7 +31,8 @@ class EngineRef:
 
     Attributes:
         target: An actor handle, a URL of a vLLM server (a str with a scheme), an actor's name (any other str), or a `VLLMWeightSyncClient`.
-        attr: Where the actor holds its engine, such as ``"llm"`` or ``"server.llm"``; None if the actor itself has the protocol's methods.
+        attr: Where the actor holds its engine, such as ``"llm"`` or ``"server.llm"``; by default the actor itself, if it has the
+            protocol's methods, else its ``"llm"``.
         id: The replica's id in reports and errors; by default the actor's name, or ``r0``, ``r1``, ...
         namespace: Ray namespace of a named actor; by default the one of the process that attaches.
         world_size: Workers you expect behind it (TP x PP x DP). The engine is believed; a difference is an error that says both.

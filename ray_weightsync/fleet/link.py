@@ -223,9 +223,9 @@ class CoordinatorLink:
         )
 
 
-def _connection() -> tuple[str, str] | None:
+def _connection() -> tuple[str | None, str] | None:
     """The cluster that this process is connected to, and the job it is there; None without any."""
     if not ray.is_initialized():
         return None
     context = ray.get_runtime_context()
-    return context.gcs_address, context.get_job_id()
+    return getattr(context, "gcs_address", None), context.get_job_id()  # Ray Client does not tell the first

@@ -65,11 +65,12 @@ async def members_of(snapshot: Snapshot, log: RoundLog, parts: Parts) -> list[Re
             replica.happen(ReplicaEvent.INSPECT)
     if not members:
         parts.claims.require_any(roster.replicas.values())
+        hopeless = all(failed.failure.kind in ("died", "out_of_step") for failed in failures.values())
         raise FleetTorn(
             f"No replica serves: version {snapshot.label} can be brought to none. {'; '.join(log.notes)}",
             phase=PHASE,
             replicas=tuple(roster.replicas),
-            hint="replace the engines and attach again",
+            hint="replace the engines and attach again" if hopeless else "mend what keeps them from it and call again",
         )
     return members
 

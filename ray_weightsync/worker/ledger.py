@@ -90,7 +90,7 @@ class Ledger:
             first, sent = next(iter(names.items()))
             others = f" ({len(names) - 1} other parameters likewise)" if len(names) > 1 else ""
             what = f"{first} is {_short(kept)} in this engine and would be given {_short(given)}{sent}{others}"
-            problems.append(f"{what}: cast on the sender with cast(...)")
+            problems.append(f"{what}: {_remedy(kept, given)}")
         return problems
 
     def coverage_problems(self, plan: Plan) -> list[str]:
@@ -179,6 +179,13 @@ def _missing(parameter: _Parameter, wanted: int, names: set[str]) -> str:
 
 def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)  # a meta storage has no address; this is its identity
+
+
+def _remedy(kept: torch.dtype, given: torch.dtype) -> str:
+    if kept.itemsize == 1 and kept.is_floating_point:
+        return "quantise on the sender as its checkpoint is, and send the scales too"
+    floats = kept.is_floating_point and given.is_floating_point
+    return "cast on the sender with cast(...)" if floats else f"send {_short(kept)}"
 
 
 def _short(dtype: torch.dtype) -> str:

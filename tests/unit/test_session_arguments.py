@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -34,6 +35,11 @@ class Trainer(rws.TrainerMixin):
 def test_a_wrong_option_is_named_with_what_was_given(options: dict[str, Any], said: str) -> None:
     with pytest.raises(rws.ConfigError, match=said):
         rws.WeightSync.attach(["engine"], **options)
+
+
+def test_a_session_that_is_given_to_another_process_says_what_to_give_instead() -> None:
+    with pytest.raises(TypeError, match=r"stays in its process: give other processes sync.view\(\)"):
+        pickle.dumps(object.__new__(rws.WeightSync))
 
 
 def test_what_is_spawned_is_a_spec_and_not_its_class() -> None:

@@ -122,6 +122,23 @@ def test_the_ranks_of_a_broadcast_are_one_line_of_the_drivers_log_until_they_cha
     assert caplog.messages == [f"f: {table}"] * 2  # None: a successor of the coordinator, which has seen no broadcast yet
 
 
+def test_a_follower_waits_outside_of_ray_and_ends_when_that_is_shut_down() -> None:
+    """Its link has no other way to wait: Ray would end the process of whoever waits inside it then."""
+    news = fleet(replica("r0"))
+    link = SimpleNamespace(name="f", connected=True, submit=lambda *asked: None)
+
+    def wait_aside(*asked: Any, **limits: Any) -> FleetStatus:
+        link.connected = False
+        return news
+
+    link.wait_aside = wait_aside
+    events = Follower(link, nothing_known("f"), timeouts=Timeouts()).events(timeout_s=30)  # type: ignore[arg-type]
+    heard: list[FleetStatus] = []
+    with pytest.raises(WeightSyncError, match="Ray was shut down in this process"):
+        heard.extend(events)
+    assert heard[-1] is news
+
+
 def test_all_means_everyone_who_is_not_retired_and_never_nobody() -> None:
     retired, waiting = replica("r0", "RETIRED"), replica("r1", "JOINING")
     assert serving_enough(fleet(), None) is None

@@ -59,6 +59,7 @@ def test_a_replica_that_fails_after_start_is_fenced_and_the_others_commit(start_
             fleet.sync.send_weights(make_module(), version="new")
     error = caught.value
     assert (error.replicas, error.phase) == (("r1",), phase)
+    assert f"made to fail in {phase}" in str(error)
     assert error.report is not None
     assert error.report.committed == ("r0", "r2")
     assert fleet.paused() == [False, True, False]

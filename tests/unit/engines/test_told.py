@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from ray_weightsync.engines.facts import DESCRIBE, facts_of
+from ray_weightsync.engines.mixin import EngineMixin
 from ray_weightsync.engines.told import at_once, has_extension, look, read, tell
 from ray_weightsync.engines.vllm_args import WORKER_EXTENSION
 from ray_weightsync.protocol import remote
@@ -285,3 +286,11 @@ def test_at_once_refuses_something_that_waits() -> None:
 
     with pytest.raises(RuntimeError, match="something to be awaited"):
         at_once(waits())
+
+
+def test_an_engine_that_was_not_made_yet_is_told_from_one_without_a_backend() -> None:
+    class Lazy(EngineMixin):
+        llm = None
+
+    with pytest.raises(AttributeError, match="Lazy holds None in 'llm': attach it when its engine was made"):
+        asyncio.run(Lazy().rws_inspect("n"))

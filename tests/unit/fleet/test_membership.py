@@ -10,7 +10,7 @@ import pytest
 from ray_weightsync.config import FailurePolicy
 from ray_weightsync.engines.ref import EngineRef
 from ray_weightsync.engines.resolve import Engine
-from ray_weightsync.errors import AttachError, ConfigError, ReplicasLost, RoundAborted, SessionConflict, WeightSyncError
+from ray_weightsync.errors import AttachError, ConfigError, FleetTorn, ReplicasLost, RoundAborted, SessionConflict, WeightSyncError
 from ray_weightsync.fleet.parts import Parts
 from ray_weightsync.fleet.replica import Replica
 from tests.unit.fleet.fake_engine import FakeEngine
@@ -405,13 +405,20 @@ class TestSleep:
 
         run(story)
 
-    def test_a_round_while_the_weights_sleep_is_refused_and_nobody_is_touched(self) -> None:
+    @pytest.mark.parametrize("woken", [None, ["kv_cache"]], ids=["asleep", "only the KV cache awake"])
+    @pytest.mark.parametrize(("level", "kind"), [(1, RoundAborted), (2, FleetTorn)])
+    def test_a_round_while_the_weights_sleep_is_refused_and_nobody_is_touched(
+        self, level: int, kind: type[WeightSyncError], woken: list[str] | None
+    ) -> None:
         async def story() -> None:
             fleet = await served()
-            await fleet.coordinator.sleep_mode.sleep(1)
+            await fleet.coordinator.sleep_mode.sleep(level)
+            if woken is not None:
+                await fleet.coordinator.sleep_mode.wake_up(woken)
             fleet.forget_calls()
-            with pytest.raises(RoundAborted, match="sleeps without its weights"):
+            with pytest.raises(kind, match=r"wake it up with tags=\['weights'\] first") as caught:
                 await fleet.send(2)
+            assert "replace the engines" not in str(caught.value.hint)
             assert [engine.calls for engine in fleet.engines] == [["inspect"]] * 2
 
         run(story)

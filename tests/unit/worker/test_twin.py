@@ -362,7 +362,14 @@ class TestDtypes:
     def test_another_dtype_is_refused_with_both(self, sent: torch.dtype) -> None:
         words = refusal(Model(), {**PAIRS, "norm.weight": (sent, (8,))})
         name = str(sent).removeprefix("torch.")
-        assert words == f"norm.weight is bfloat16 in this engine and would be given {name}: cast on the sender with cast(...)"
+        # What cast(...) refuses itself is not to be cast.
+        remedy = "cast on the sender with cast(...)" if sent.is_floating_point else "send bfloat16"
+        assert words == f"norm.weight is bfloat16 in this engine and would be given {name}: {remedy}"
+
+    def test_an_engine_of_8_bit_floats_wants_more_than_a_cast(self) -> None:
+        model = Model(proj=holding(weight=parameter(8, dtype=torch.float8_e4m3fn)))
+        words = refusal(model, {**PAIRS, "proj.weight": (BF16, (8,))})
+        assert words.endswith("would be given bfloat16: quantise on the sender as its checkpoint is, and send the scales too")
 
     def test_the_tensor_is_named_where_the_parameter_is_called_otherwise(self) -> None:
         assert "fused.weight is bfloat16 in this engine and would be given float32 (tensor 'up.weight')" in refusal(
