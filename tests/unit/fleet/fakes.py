@@ -188,7 +188,7 @@ class FakeFleet:
         rounds = self.coordinator.rounds
         group = await rounds.live.members(snapshot)
         while group is not None and not ended.done() and not all(self._receives(each.id) for each in group.members):
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.0001)
         if fails or (ended.done() and ended.result() is not None):
             await rounds.abandon(snapshot, "the sender gave up" if fails else str(ended.result()))
         else:
