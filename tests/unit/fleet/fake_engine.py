@@ -47,14 +47,18 @@ PLAN = ["judge", "inspect", "plan"]
 
 VERSION_OF_THE_PACKAGE = "0"
 
+SLOW_S = 0.3
+"""What a slow call takes, in seconds: longer than a look at the fleet is fresh."""
+
 
 class FakeEngine(StepByStep):
     """A `Channel` to an engine in this process, with one worker.
 
     Attributes:
         calls: What it was asked, in order, in the words of a round's phases.
-        faults: By such a word, what happens then: ``"raise"``, ``"die"``, ``"hang"`` (until `release` is set), or ``"late"``
-            (carried out, but answered only when `release` is set). Each happens once.
+        faults: By such a word, what happens then: ``"raise"``, ``"die"``, ``"hang"`` (until `release` is set), ``"late"`` (carried out,
+            but answered only when `release` is set), ``"delayed"`` (carried out only then), ``"lost"`` (carried out, and the connection
+            breaks), or ``"slow"`` (carried out in `SLOW_S`). Each happens once.
         weights: Id of the snapshot whose weights it holds, ``"torn"`` in between.
     """
 
@@ -124,9 +128,15 @@ class FakeEngine(StepByStep):
         if fault == "hang":
             await self.release.wait()
             raise RuntimeError(f"{name} came back at last, and failed")
+        if fault == "slow":
+            await asyncio.sleep(SLOW_S)
+        if fault == "delayed":
+            await self.release.wait()
         answer = self._do(verb, args, kwargs)
         if fault == "late":
             await self.release.wait()
+        if fault == "lost":
+            raise EngineRestarted("the connection broke")
         return answer
 
     @property

@@ -12,7 +12,7 @@ from unittest import mock
 
 from ray_weightsync.protocol import threads
 
-LIMIT_S = 86_400.0
+LIMIT_S = 600.0
 """The longest that a story may last, in its own seconds."""
 
 TURN_S = 1e-6
