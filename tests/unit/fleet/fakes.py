@@ -51,6 +51,8 @@ class FakeFleet:
         self.stores = FakeStores()
         self.sent = {"v0": "v0"}
         """By version, the snapshot last sent under it."""
+        self.kept: dict[str, str] = {}
+        """By version, the slot in which what was broadcast under it is kept."""
         self.opened: list[str] = []
         """The rounds that were asked for."""
         chosen: dict[str, Any] = {
@@ -177,6 +179,8 @@ class FakeFleet:
         rounds, staging = self.coordinator.rounds, self.coordinator._parts.staging
         ticket = await self.open(version, plan, offer=meeting, way=way)
         self.sent[str(version)] = meeting.id
+        if ticket.address is not None:
+            self.kept[str(version)] = ticket.address["snapshot"]
         committing = asyncio.ensure_future(rounds.commit(ticket.snapshot, holds_turn=True))
         ended = asyncio.ensure_future(rounds.live.ended(ticket.snapshot))
         try:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +24,9 @@ TIMEOUTS = Timeouts(
     **{each.name: 1 for each in dataclasses.fields(Timeouts) if each.name not in ("min_rate_bytes_per_s", "warn_every_s")},
 )
 POLL_S = 0.01
+
+ASKED_AGAIN = ("add", "replace", "remove", "sleep", "wake", "refuse")
+"""What is no round and is asked again by whoever lost the answer with the coordinator."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,9 @@ class Life:
         asked = [asyncio.ensure_future(self._ask(step, members, found, alone=len(event.steps) == 1)) for step in event.steps]
         if event.dies_in is not None:
             await self._die(event.dies_in, members, asked)
+            for step, each in zip(event.steps, asked, strict=True):
+                if each.cancelled() and step.split()[0] in ASKED_AGAIN:
+                    await self._ask(step, members, found, alone=False)
             await self._lost_answers(opened, found, alone=len(event.steps) == 1)
         elif asked:
             await asyncio.gather(*asked)
@@ -114,7 +119,7 @@ class Life:
             reached.cancel()
         await self.fleet.succeed()
         for each in asked:
-            if each.done() and not each.cancelled():
+            if not each.cancelled():
                 each.result()
 
     async def _lost_answers(self, opened: int, found: FleetStatus, *, alone: bool) -> None:
@@ -177,10 +182,11 @@ class Life:
                 await self._hand_over(members[-1])
 
     def _new(self, kind: str) -> FakeEngine:
-        engine = FakeEngine(f"{kind}{self.events}")
-        self.engines[engine.label] = engine
-        self.fleet.engines.append(engine)
-        return engine
+        label = f"{kind}{self.events}"
+        if label not in self.engines:  # else whoever lost the answer asks again
+            self.engines[label] = FakeEngine(label)
+            self.fleet.engines.append(self.engines[label])
+        return self.engines[label]
 
     async def _hand_over(self, engine: FakeEngine) -> None:
         """Another session takes an engine, and sends it weights of its own."""
@@ -219,7 +225,7 @@ class Life:
             engine.release.clear()
 
     def hold(self) -> None:
-        for version, snapshot in self.fleet.sent.items():
+        for version, snapshot in (*self.fleet.sent.items(), *self.fleet.kept.items()):
             self.bytes.setdefault(version, set()).add(snapshot)
         status = self.fleet.coordinator.status()
         for told in status.replicas:
@@ -253,7 +259,7 @@ class Life:
         assert held <= known, "a slot that nobody knows is never freed"
 
     async def ends_whole(self) -> None:
-        """With no more faults: awake, looked at, sent to twice (one round may have to find out who is gone), the fleet is of one version."""
+        """With no more faults: awake, looked at, sent to twice (one may have to find out who is gone), the fleet is of one version."""
         coordinator = self.fleet.coordinator
         for name in self.paused_by_owner:
             self.engines[name].paused = bool(self.engines[name].asleep)

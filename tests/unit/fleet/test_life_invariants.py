@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ray_weightsync.config import FailurePolicy, Host
@@ -13,21 +13,10 @@ CALLS = (
     *("inspect", "see", "judge", "plan", "pause", "mark", "native", "start", "update", "finish", "outcome", "commit", "cache", "resume"),
     *("unmark", "sleep", "wake_up"),
 )
-ROUNDS = (
-    "send",
-    "send",
-    "send again",
-    "broadcast",
-    "broadcast kept",
-    "broadcast fails",
-    "relay ipc",
-    "relay nccl",
-    "stage",
-    "commit",
-    "abandon",
-)
+SENDS = ("send", "send", "send again", "stage", "commit", "abandon")
+LIVE = ("broadcast", "broadcast kept", "broadcast fails", "relay ipc", "relay nccl", "relay ipc update_weights")
 OTHERS = ("heal", "check", "add", "replace", "remove", "sleep 1", "sleep 2", "wake", "wake weights", "refuse 0", "refuse 1", "hand over")
-STEPS = st.lists(st.sampled_from(ROUNDS) | st.sampled_from(OTHERS), min_size=1, max_size=2, unique=True).map(tuple)
+STEPS = st.lists(st.sampled_from(SENDS) | st.sampled_from(LIVE) | st.sampled_from(OTHERS), min_size=1, max_size=2, unique=True).map(tuple)
 BEHIND = st.none() | st.sampled_from(["restart", "kill", "resume", "pause", "relabel", "store"])
 PLACES = st.tuples(st.integers(0, REPLICAS - 1), st.sampled_from(CALLS))
 FAULTS = st.dictionaries(PLACES, st.sampled_from(["raise", "die", "hang", "late", "delayed", "lost", "slow"]), max_size=3)
