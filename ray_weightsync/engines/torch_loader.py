@@ -129,7 +129,8 @@ def tensors_by_name(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def _same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
     # As bytes: NaN equals itself, and 0.0 is not -0.0.
-    return torch.equal(flat_bytes(left.contiguous()), flat_bytes(right.contiguous()))
+    # What came through host memory is compared on the module's device.
+    return torch.equal(flat_bytes(left.contiguous()), flat_bytes(right.to(left.device).contiguous()))
 
 
 def _dtype_name(tensor: torch.Tensor) -> str:

@@ -141,7 +141,7 @@ class Life:
                 require_true(error, self.fleet.coordinator.status(), before=found)
 
     async def _step(self, step: str, members: list[FakeEngine]) -> None:
-        fleet, coordinator, version = self.fleet, self.fleet.coordinator, f"v{self.events}"
+        fleet, coordinator, version = self.fleet, self.fleet.coordinator, "-".join([*step.split(), str(self.events)])
         match step.split():
             case ["send"]:
                 self.report = await fleet.send(version)
@@ -149,19 +149,19 @@ class Life:
                 self.report = await fleet.send(label)
             case ["broadcast", *how]:
                 way = Way(transport=Collective(keep_snapshot="kept" in how), reason="test")
-                self.report = await fleet.broadcast("-".join(["b", *how, version]), way=way, fails="fails" in how)
+                self.report = await fleet.broadcast(version, way=way, fails="fails" in how)
             case ["relay", backend, *how]:
                 engine = FakeTrainerEngine(backend, fails_at=how[0] if how else None)
-                self.report = await fleet.relay(f"{backend}{version}", engine=engine, way=Way(transport=Native(backend), reason="test"))
+                self.report = await fleet.relay(version, engine=engine, way=Way(transport=Native(backend), reason="test"))
             case ["stage"]:
-                ticket = await fleet.open(f"s{version}")
-                fleet.sent[f"s{version}"] = ticket.address["snapshot"]
+                ticket = await fleet.open(version)
+                fleet.sent[version] = ticket.address["snapshot"]
                 await coordinator.rounds.seal(ticket.snapshot, sealed(version))
                 self.staged.append(ticket.snapshot)
             case ["commit"] if self.staged:
                 self.report = await coordinator.rounds.commit(self.staged.pop())
             case ["abandon"]:
-                await coordinator.rounds.abandon((await fleet.open(f"a{version}")).snapshot, "the sender gave up")
+                await coordinator.rounds.abandon((await fleet.open(version)).snapshot, "the sender gave up")
             case ["refuse", index] if self.report is not None and int(index) < len(members):
                 await coordinator.refuse(self.report, {members[int(index)].label: "the probe answered False"})
             case ["heal"]:
