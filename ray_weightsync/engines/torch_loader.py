@@ -129,8 +129,7 @@ def tensors_by_name(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def _same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
     # As bytes: NaN equals itself, and 0.0 is not -0.0.
-    # What came through host memory is compared on the module's device.
-    return torch.equal(flat_bytes(left.contiguous()), flat_bytes(right.to(left.device).contiguous()))
+    return torch.equal(flat_bytes(left.contiguous()), flat_bytes(right.contiguous()))
 
 
 def _dtype_name(tensor: torch.Tensor) -> str:
