@@ -96,6 +96,12 @@ class FakeEngine(StepByStep):
         self.under_way = 0
         """Chains of somebody else's in it."""
         self._received: dict[str, Any] | None = None
+        self._chosen_by: str | None = None
+        """The round that the next session was set up for."""
+        self._round: str | None = None
+        """The round of the latest session, as far as it was told."""
+        self._failure: str | None = None
+        """What went wrong in that session."""
 
     async def halt_chains(self) -> int:
         self.calls.append("halt")
@@ -179,11 +185,13 @@ class FakeEngine(StepByStep):
         elif verb == START:
             assert self.paused or not self.pausable, "a real engine's core dies of a request that runs now"
             self.update_open, self.weights, self._received = True, "torn", None
+            self._round, self._chosen_by, self._failure = self._chosen_by, None, None
         elif verb == UPDATE:
-            self.epoch, self._received = args[0]["epoch"], args[0]
+            self.epoch, self._received, self._round = args[0]["epoch"], args[0], args[0]["round"]
             self.updates.append(args[0].get("update_info"))
         elif verb == FINISH:
             self.update_open = False
+            self._failure = None if self._received is not None else "finish_weight_update: got no weights at all"
         elif verb == SLEEP:
             self.paused, self.asleep = True, {"weights", "kv_cache"}
             if args[0] > 1 and self.sleeps:
@@ -210,6 +218,7 @@ class FakeEngine(StepByStep):
             assert self.paused
             assert not self.update_open
             self.inits.append(info["init_info"])
+            self._chosen_by = info["round"]
         if info["op"] == "judge":
             self.judging = info["plan"]["digest"]
         if info["op"] == "see":
@@ -243,7 +252,8 @@ class FakeEngine(StepByStep):
             "plans": list(self.plans),
             "judging": self._still_judging(),
             "update_open": self.update_open,
-            "round": self._received["round"] if self._received else None,
+            "round": self._round,
+            "failure": self._failure,
             "epoch": self.epoch,
             "resident": [each for each in ("weights", "kv_cache") if each not in self.asleep or not self.sleeps],
             "incarnation": self.incarnation,
