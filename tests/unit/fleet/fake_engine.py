@@ -95,6 +95,8 @@ class FakeEngine(StepByStep):
         self.sleeps = True
         self.under_way = 0
         """Chains of somebody else's in it."""
+        self.update_came = asyncio.Event()
+        """Set with the next update."""
         self._received: dict[str, Any] | None = None
         self._chosen_by: str | None = None
         """The round that the next session was set up for."""
@@ -189,6 +191,8 @@ class FakeEngine(StepByStep):
         elif verb == UPDATE:
             self.epoch, self._received, self._round = args[0]["epoch"], args[0], args[0]["round"]
             self.updates.append(args[0].get("update_info"))
+            self.update_came.set()
+            self.update_came = asyncio.Event()
         elif verb == FINISH:
             self.update_open = False
             self._failure = None if self._received is not None else "finish_weight_update: got no weights at all"

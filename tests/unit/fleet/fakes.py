@@ -197,7 +197,10 @@ class FakeFleet:
         rounds = self.coordinator.rounds
         group = await rounds.live.members(snapshot)
         while group is not None and not ended.done() and not all(self._receives(each.id) for each in group.members):
-            await asyncio.sleep(0.001)
+            came = {asyncio.ensure_future(engine.update_came.wait()) for engine in self.engines}
+            await asyncio.wait({ended, *came}, return_when=asyncio.FIRST_COMPLETED)
+            for each in came:
+                each.cancel()
         if fails or (ended.done() and ended.result() is not None):
             await rounds.abandon(snapshot, "the sender gave up" if fails else str(ended.result()))
         else:
