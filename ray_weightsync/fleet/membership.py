@@ -67,7 +67,7 @@ class Membership:
             self._replaceable(replica_id)  # somebody may have been faster
             await self._join([replica], instead_of=old)
             old.replaced_by = replica.id
-            await self._retire(old, f"replaced by {replica.id}")
+            await retire(self._parts, old, f"replaced by {replica.id}")
         finally:
             self._parts.end_turn(turn)
         self._parts.spawn(self._repair.bring_in([replica]))
@@ -143,18 +143,11 @@ class Membership:
             self._roster.changed()
             raise
         try:
-            await self._retire(replica, "removed")  # unless somebody was faster
+            await retire(self._parts, replica, "removed")  # unless somebody was faster
         finally:
             self._parts.end_turn(turn)
         if drain_s is not None:
             await self._drain(replica, drain_s)
-
-    async def _retire(self, replica: Replica, why: str) -> None:
-        if replica.state is not ReplicaState.RETIRED:
-            replica.happen(ReplicaEvent.RETIRE, error=why)
-        replica.leaving = False
-        self._roster.changed()
-        await self._parts.claims.release([replica])
 
     async def _drain(self, replica: Replica, limit_s: float) -> None:
         """Wait for the end of its requests; those of a paused engine do not end."""
@@ -172,3 +165,12 @@ class Membership:
                 logger.warning("%s still has %d requests after %.1f s", replica.id, facts.unfinished_requests, limit_s)
                 return
             await asyncio.sleep(min(DRAIN_POLL_S, left_s))
+
+
+async def retire(parts: Parts, replica: Replica, why: str) -> None:
+    """Let a replica go for good, in a turn. Idempotent."""
+    if replica.state is not ReplicaState.RETIRED:
+        replica.happen(ReplicaEvent.RETIRE, error=why)
+    replica.leaving = False
+    parts.roster.changed()
+    await parts.claims.release([replica])

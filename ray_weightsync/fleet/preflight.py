@@ -107,7 +107,7 @@ def learn(replica: Replica, facts: EngineFacts) -> None:
             replica.happen(ReplicaEvent.FAIL, error="the engine restarted; it holds no weights of this session")
     replica.engine = replica.engine.with_facts(facts)
     if facts.paused is False:
-        replica.asleep_tags = set()  # whoever woke it up, it runs
+        replica.asleep_tags, replica.owner_paused = set(), False  # whoever woke it up or resumed it, it runs
     if is_tombstone(facts.version):
         replica.found_torn()
     elif not replica.holds_weights and "weights" not in replica.asleep_tags:

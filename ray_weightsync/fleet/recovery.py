@@ -15,6 +15,7 @@ from ray_weightsync.errors import CallFailure
 from ray_weightsync.fleet.bring import Bring
 from ray_weightsync.fleet.fence import fence, fence_engine
 from ray_weightsync.fleet.journal import Record, RoundRecord, SnapshotRecord
+from ray_weightsync.fleet.membership import retire
 from ray_weightsync.fleet.outcomes import outcomes_of
 from ray_weightsync.fleet.putback import put_back
 from ray_weightsync.fleet.reaching import Reach, Reaching
@@ -97,6 +98,8 @@ class Recovery:
             reports = await self._settle(record.round, found, of_round)
             committed = of_round if self._serving(reports) else committed
         await self._stand(record, found)
+        for replica in [each for each in self._roster.replicas.values() if each.leaving]:  # whoever asked for it may have been answered
+            await retire(self._parts, replica, "removed")
         if record.round is not None:  # only now is it known who serves
             for round_id, outcome in outcomes_of(self._parts, record.round, of_round, reports, self._serving(reports)).items():
                 self._parts.chronicle.ended(round_id, outcome)

@@ -86,6 +86,8 @@ class SleepMode:
         await self._chain(replica, WAKE_UP, calls)
         replica.asleep_tags = replica.asleep_tags.difference(RESIDENT if tags is None else tags)
         await self._look(replica)
+        if not replica.asleep:
+            replica.owner_paused = False  # being awake ended their pause; if it is paused now, then by the call above
 
     async def _chain(self, replica: Replica, phase: str, calls: list[Call]) -> None:
         if calls:

@@ -109,7 +109,7 @@ class FakeStores:
         return 0
 
     async def discard(self, node_id: str, *, snapshot: str, limit_s: float) -> None:
-        assert self._of(node_id).pop(snapshot) != "committed"
+        assert self._of(node_id).pop(snapshot, None) != "committed"
 
     async def probe(self, node_id: str, *, limit_s: float) -> dict[str, Any]:
         if self.dead:

@@ -47,14 +47,18 @@ PLAN = ["judge", "inspect", "plan"]
 
 VERSION_OF_THE_PACKAGE = "0"
 
+SLOW_S = 0.3
+"""What a slow call takes, in seconds: longer than a look at the fleet is fresh."""
+
 
 class FakeEngine(StepByStep):
     """A `Channel` to an engine in this process, with one worker.
 
     Attributes:
         calls: What it was asked, in order, in the words of a round's phases.
-        faults: By such a word, what happens then: ``"raise"``, ``"die"``, ``"hang"`` (until `release` is set), or ``"late"``
-            (carried out, but answered only when `release` is set). Each happens once.
+        faults: By such a word, what happens then: ``"raise"``, ``"die"``, ``"hang"`` (until `release` is set), ``"late"`` (carried out,
+            but answered only when `release` is set), ``"delayed"`` (carried out only then), ``"lost"`` (carried out, and the connection
+            breaks), or ``"slow"`` (carried out in `SLOW_S`). Each happens once.
         weights: Id of the snapshot whose weights it holds, ``"torn"`` in between.
     """
 
@@ -91,7 +95,15 @@ class FakeEngine(StepByStep):
         self.sleeps = True
         self.under_way = 0
         """Chains of somebody else's in it."""
+        self.update_came = asyncio.Event()
+        """Set with the next update."""
         self._received: dict[str, Any] | None = None
+        self._chosen_by: str | None = None
+        """The round that the next session was set up for."""
+        self._round: str | None = None
+        """The round of the latest session, as far as it was told."""
+        self._failure: str | None = None
+        """What went wrong in that session."""
 
     async def halt_chains(self) -> int:
         self.calls.append("halt")
@@ -124,9 +136,15 @@ class FakeEngine(StepByStep):
         if fault == "hang":
             await self.release.wait()
             raise RuntimeError(f"{name} came back at last, and failed")
+        if fault == "slow":
+            await asyncio.sleep(SLOW_S)
+        if fault == "delayed":
+            await self.release.wait()
         answer = self._do(verb, args, kwargs)
         if fault == "late":
             await self.release.wait()
+        if fault == "lost":
+            raise EngineRestarted("the connection broke")
         return answer
 
     @property
@@ -169,11 +187,15 @@ class FakeEngine(StepByStep):
         elif verb == START:
             assert self.paused or not self.pausable, "a real engine's core dies of a request that runs now"
             self.update_open, self.weights, self._received = True, "torn", None
+            self._round, self._chosen_by, self._failure = self._chosen_by, None, None
         elif verb == UPDATE:
-            self.epoch, self._received = args[0]["epoch"], args[0]
+            self.epoch, self._received, self._round = args[0]["epoch"], args[0], args[0]["round"]
             self.updates.append(args[0].get("update_info"))
+            self.update_came.set()
+            self.update_came = asyncio.Event()
         elif verb == FINISH:
             self.update_open = False
+            self._failure = None if self._received is not None else "finish_weight_update: got no weights at all"
         elif verb == SLEEP:
             self.paused, self.asleep = True, {"weights", "kv_cache"}
             if args[0] > 1 and self.sleeps:
@@ -200,6 +222,7 @@ class FakeEngine(StepByStep):
             assert self.paused
             assert not self.update_open
             self.inits.append(info["init_info"])
+            self._chosen_by = info["round"]
         if info["op"] == "judge":
             self.judging = info["plan"]["digest"]
         if info["op"] == "see":
@@ -233,7 +256,8 @@ class FakeEngine(StepByStep):
             "plans": list(self.plans),
             "judging": self._still_judging(),
             "update_open": self.update_open,
-            "round": self._received["round"] if self._received else None,
+            "round": self._round,
+            "failure": self._failure,
             "epoch": self.epoch,
             "resident": [each for each in ("weights", "kv_cache") if each not in self.asleep or not self.sleeps],
             "incarnation": self.incarnation,

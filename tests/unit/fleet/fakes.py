@@ -51,6 +51,10 @@ class FakeFleet:
         self.stores = FakeStores()
         self.sent = {"v0": "v0"}
         """By version, the snapshot last sent under it."""
+        self.kept: dict[str, str] = {}
+        """By version, the slot in which what was broadcast under it is kept."""
+        self.opened: list[str] = []
+        """The rounds that were asked for."""
         chosen: dict[str, Any] = {
             "transport": Host(),
             "transport_reason": "test",
@@ -145,7 +149,9 @@ class FakeFleet:
         offer: Meeting | Native | None = None,
         way: Way | None = None,
     ) -> Ticket:
-        return await self.coordinator.rounds.open(opening_of(version, plan, sender=sender, offer=offer, way=way))
+        self.opened.append(uuid.uuid4().hex)
+        asked = opening_of(version, plan, snapshot=self.opened[-1], sender=sender, offer=offer, way=way)
+        return await self.coordinator.rounds.open(asked)
 
     async def send(self, version: int | str, *, digest: str | None = None, plan: Plan | None = None) -> Any:
         ticket = await self.open(version, plan)
@@ -155,12 +161,16 @@ class FakeFleet:
         finally:
             await self.coordinator._parts.staging.settled()
 
-    async def broadcast(self, version: int | str, *, digest: str | None = None, plan: Plan | None = None, fails: bool = False) -> Any:
+    async def broadcast(
+        self, version: int | str, *, digest: str | None = None, plan: Plan | None = None, way: Way | None = None, fails: bool = False
+    ) -> Any:
         """A round whose sender is met by the engines; with ``fails`` it gives up when all of them receive."""
         meeting = meeting_of()
         rounds, staging = self.coordinator.rounds, self.coordinator._parts.staging
-        ticket = await self.open(version, plan, offer=meeting)
+        ticket = await self.open(version, plan, offer=meeting, way=way)
         self.sent[str(version)] = meeting.id
+        if ticket.address is not None:
+            self.kept[str(version)] = ticket.address["snapshot"]
         committing = asyncio.ensure_future(rounds.commit(ticket.snapshot, holds_turn=True))
         ended = asyncio.ensure_future(rounds.live.ended(ticket.snapshot))
         try:
@@ -177,7 +187,10 @@ class FakeFleet:
         rounds = self.coordinator.rounds
         group = await rounds.live.members(snapshot)
         while group is not None and not ended.done() and not all(self._receives(each.id) for each in group.members):
-            await asyncio.sleep(0)
+            came = {asyncio.ensure_future(engine.update_came.wait()) for engine in self.engines}
+            await asyncio.wait({ended, *came}, return_when=asyncio.FIRST_COMPLETED)
+            for each in came:
+                each.cancel()
         if fails or (ended.done() and ended.result() is not None):
             await rounds.abandon(snapshot, "the sender gave up" if fails else str(ended.result()))
         else:
@@ -187,11 +200,13 @@ class FakeFleet:
         (engine,) = [each for each in self.engines if each.label == name]
         return engine._received is not None and engine._received["round"] == self.coordinator._roster.round_id
 
-    async def relay(self, version: int | str, *, engine: FakeTrainerEngine | None = None, plan: Plan | None = None) -> Any:
+    async def relay(
+        self, version: int | str, *, engine: FakeTrainerEngine | None = None, plan: Plan | None = None, way: Way | None = None
+    ) -> Any:
         """A round whose calls are given by a trainer engine."""
         engine = engine or FakeTrainerEngine()
         rounds, staging = self.coordinator.rounds, self.coordinator._parts.staging
-        ticket = await self.open(version, plan, offer=Native(engine.backend))
+        ticket = await self.open(version, plan, offer=Native(engine.backend), way=way)
         self.sent[str(version)] = ticket.snapshot
         committing = asyncio.ensure_future(rounds.commit(ticket.snapshot, holds_turn=True))
         try:

@@ -106,6 +106,26 @@ def test_an_engine_out_of_step_is_given_up_and_never_healed() -> None:
     run(story)
 
 
+@pytest.mark.parametrize("what", ["resumed", "woken up"])
+def test_a_pause_that_its_owner_has_ended_is_not_theirs_any_more(what: str) -> None:
+    async def story() -> None:
+        fleet = await served()
+        theirs = fleet.engines[1]
+        theirs.paused, theirs.faults["update"] = True, "raise"
+        with pytest.raises(ReplicasLost):
+            await fleet.send(2)
+        if what == "resumed":
+            theirs.paused = False
+            await fleet.coordinator.health.check()
+        else:
+            await fleet.coordinator.sleep_mode.wake_up(None)
+        assert theirs.paused, "it is fenced"
+        await fleet.send(3)
+        assert not theirs.paused
+
+    run(story)
+
+
 @pytest.mark.parametrize("what", ["resumed", "relabelled"])
 def test_a_fenced_replica_that_somebody_lets_go_is_fenced_again(what: str) -> None:
     async def story() -> None:

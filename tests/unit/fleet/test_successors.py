@@ -363,6 +363,26 @@ def test_a_successor_that_dies_while_it_settles_leaves_the_rest_to_the_next() ->
     run(story)
 
 
+def test_a_removal_that_the_journal_knows_only_as_begun_is_brought_to_its_end() -> None:
+    async def story() -> None:
+        fleet = await fleet_of(2).attach()
+        await fleet.send(1)
+        await fleet.coordinator.repair.turn("another")
+        removing = asyncio.create_task(fleet.coordinator.membership.remove("r1"))
+        while not fleet.coordinator._parts.turn._lock._waiters:
+            await asyncio.sleep(0)
+        await fleet.coordinator.chronicle.write()
+        await fleet.succeed()
+        assert removing.cancelled()
+        status = fleet.coordinator.status()
+        assert [(each.id, each.state) for each in status.replicas] == [("r0", "SERVING"), ("r1", "RETIRED")]
+        assert len(fleet.keys.values) == 1
+        await fleet.coordinator.membership.remove("r1")
+        assert (await fleet.send(2)).committed == ("r0",)
+
+    run(story)
+
+
 def test_no_engine_is_touched_if_the_round_cannot_be_written_down() -> None:
     async def story() -> None:
         fleet = await fleet_of(2).attach()
