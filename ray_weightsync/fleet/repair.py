@@ -151,6 +151,10 @@ class Repair:
     async def _snapshot(self) -> Snapshot:
         staging = self._parts.staging
         committed = staging.committed
+        if committed is None and self._roster.ordinal:
+            raise self._lost(
+                str(self._roster.label), "its plan is not in the journal any more, from which this coordinator had to learn it"
+            )
         if committed is None:
             raise self._roster.unchanged(
                 "No version was committed in this session, so there is nothing to heal from.",
@@ -158,13 +162,16 @@ class Repair:
                 hint="send_weights: it brings every replica that answers to the new version",
             )
         if (why := await staging.why_unreadable(committed)) is not None:
-            raise self._roster.unchanged(
-                f"The snapshot of version {committed.label} is lost, so nobody can be healed.",
-                phase="heal",
-                engine_message=why,
-                hint="send_weights: the next version makes a new snapshot, and brings every replica that answers to it",
-            )
+            raise self._lost(committed.label, why)
         return committed
+
+    def _lost(self, label: str, why: str) -> RoundAborted | FleetTorn:
+        return self._roster.unchanged(
+            f"The snapshot of version {label} is lost, so nobody can be healed.",
+            phase="heal",
+            engine_message=why,
+            hint="send_weights: the next version makes a new snapshot, and brings every replica that answers to it",
+        )
 
     async def _each(self, snapshot: Snapshot, log: RoundLog, replicas: list[Replica]) -> list[ReplicaReport]:
         failures = await unable(replicas, snapshot, log, self._parts)
