@@ -140,10 +140,12 @@ class Repair:
             self._roster.changed("heal")
             replicas = [each for each in pick() if each in self._roster.members]  # some may have left while this waited
             report = self._told(snapshot, log, await self._each(snapshot, log, replicas))
-            self._parts.chronicle.ended(log.round_id, report)
+            if round_id is not None:  # of others nobody will ask how they ended, and only the last few ends are kept
+                self._parts.chronicle.ended(round_id, report)
             return report
         except WeightSyncError as error:
-            self._parts.chronicle.ended(log.round_id, error)
+            if round_id is not None:
+                self._parts.chronicle.ended(round_id, error)
             raise
         finally:
             self._parts.end_turn(log.round_id)
