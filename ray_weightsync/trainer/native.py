@@ -156,7 +156,7 @@ class NativeEngines:
         _ending(driven)
 
     def close(self) -> None:
-        """Have the engine shut down, if there is one; that is waited for at most `END_S` seconds. One that sends is when it has. Idempotent."""
+        """Have the engine shut down, which is waited for at most `END_S` seconds; one that sends is when it has sent. Idempotent."""
         with self._lock:
             self._closed, driven, self._kept = True, self._kept, None
         if driven is None:
