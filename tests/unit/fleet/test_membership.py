@@ -324,6 +324,20 @@ class TestReplacing:
 
         run(story)
 
+    def test_asked_again_while_the_first_call_waits_for_its_turn_it_answers_the_same(self) -> None:
+        async def story() -> None:
+            fleet = await served()
+            engine = FakeEngine("new")
+            ticket = await fleet.open(2)
+            calls = [fleet.coordinator.membership.replace("r1", await resolved(engine)) for _ in range(2)]
+            asked = asyncio.gather(*calls)
+            await asyncio.sleep(0)
+            await fleet.coordinator.rounds.abandon(ticket.snapshot, "not needed")
+            assert await asked == ["new", "new"]
+            assert [each.id for each in fleet.coordinator.status().replicas] == ["r0", "r1", "new"]
+
+        run(story)
+
     def test_the_only_replica_may_be_replaced(self) -> None:
         async def story() -> None:
             fleet = await served(1)
