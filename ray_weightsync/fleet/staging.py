@@ -136,7 +136,7 @@ class Staging:
                 phase="stage",
                 limit_s=limit_s,
                 engine_message=words(error),
-                hint=room if full else "call again: a store that has died or hangs is started anew",
+                hint=room if full else "call again: a store that has died is started anew; one that hangs ends with the session",
             ) from error
         snapshot.copies[node_id] = copy
 
