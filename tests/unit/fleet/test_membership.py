@@ -348,6 +348,16 @@ class TestReplacing:
 
 
 class TestSleep:
+    def test_whoever_did_not_sleep_and_whoever_did_are_named_and_not_those_of_whom_it_is_no_news(self) -> None:
+        async def story() -> None:
+            fleet = await with_one_fenced(on_failure=NO_HEAL)
+            fleet.engines[1].dead = True
+            fleet.engines[2].faults["sleep"] = "raise"
+            with pytest.raises(WeightSyncError, match="Not every engine did sleep: r2 did not, r0 did"):
+                await fleet.coordinator.sleep_mode.sleep(1)
+
+        run(story)
+
     def test_level_1_takes_the_fleet_out_of_the_serving_set_and_waking_brings_it_back_with_its_weights(self) -> None:
         async def story() -> None:
             fleet = await served()
