@@ -52,7 +52,8 @@ def probed(
             raise
         lost, report = error, error.report
     if probe is not None:
-        said = complaints(probe, {name: engines[name] for name in report.committed if name in engines}, limit_s=limit_s)
+        here = dict(engines)  # one may be replaced, on another thread
+        said = complaints(probe, {name: here[name] for name in report.committed if name in here}, limit_s=limit_s)
         if said:
             report = refuse(report, said)
     if lost is not None:

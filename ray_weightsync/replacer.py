@@ -13,7 +13,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from ray_weightsync.engines.ref import EngineLike, is_handle
-from ray_weightsync.errors import ConfigError
+from ray_weightsync.errors import ConfigError, WeightSyncError
 from ray_weightsync.report import FleetStatus
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class Replacer:
         life: The session.
         factory: Makes one engine; None: nothing is replaced.
         owns_made: Whether the engines that it makes are the session's, to be ended with it.
-        max_attempts: How often one lost replica is to be replaced before it is left at that.
+        max_attempts: How often one lost replica is to be replaced, or the session asked who is lost, before it is left at that.
         retry_s: Seconds between two attempts.
     """
 
@@ -155,15 +155,28 @@ class Replacer:
 
     def _next(self) -> list[str]:
         """Who is to be replaced now. If nobody is, the work has ended: whoever is told of from then on begins it anew."""
-        while True:
+        while not self._closed.is_set():
             with self._lock:
                 self._told_meanwhile = False
-            if self._closed.is_set() or (wanted := self._wanted(self._life.status())):
-                return [] if self._closed.is_set() else wanted
+            if wanted := self._wanted(self._status()):
+                return wanted
             with self._lock:
                 if not self._told_meanwhile:  # else of somebody who may have been lost after the session was asked
                     self._working = False
                     return []
+        return []
+
+    def _status(self) -> FleetStatus:
+        """The fleet as it is. A coordinator that does not answer at once is asked again: nothing else may happen that would be told."""
+        for _ in range(self._max_attempts - 1):
+            try:
+                return self._life.status()
+            except ConfigError:
+                raise  # the session is closed
+            except WeightSyncError as error:
+                logger.warning("who was lost cannot be found out yet: %s", error)
+                self._closed.wait(self._retry_s)
+        return self._life.status()
 
     def _replace(self, lost: str) -> bool:
         assert self._factory is not None

@@ -95,7 +95,8 @@ class WorkerFacts:
             raise ValueError(f"a worker answered {_short(told)} instead of a description")
         values = {each.name: told[each.name] for each in fields(cls) if each.name in told}
         if missing := {"nonce", "rank", "world_size", "package_version"} - values.keys():
-            raise ValueError(f"a worker's description lacks {', '.join(sorted(missing))}")
+            said = f" (it says: {told['failure']})" if told.get("failure") else ""
+            raise ValueError(f"a worker's description lacks {', '.join(sorted(missing))}{said}")
         values["plans"] = tuple(map(str, values.get("plans", ())))
         values["resident"] = tuple(map(str, values.get("resident", ())))
         values["device"] = DeviceFacts.from_wire(values.get("device"))
@@ -232,7 +233,9 @@ def _workers(told: Mapping[str, Any], nonce: str, expected: int | None) -> tuple
         try:
             worker = WorkerFacts.from_wire(answer)
         except ValueError as error:
-            return (), f"reply {place} is an earlier call's: {error}"
+            ours = isinstance(answer, Mapping) and answer.get("nonce") == nonce
+            what = "no description" if ours else "an earlier call's"
+            return (), f"reply {place} is {what}: {error}"
         if worker.nonce != nonce:
             return (), f"reply {place} answers an earlier question (nonce {worker.nonce!r}, asked with {nonce!r})"
         workers.append(worker)

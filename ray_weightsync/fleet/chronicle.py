@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+AGAIN_S = 10.0
+"""After how long a record that could not be written when nobody waited is tried again, in seconds."""
+
 KEPT = (
     *("version", "brought", "attested", "left", "holds_end", "owner_paused", "fenced_by_us", "error"),
     *("heals", "refused_in", "doubted", "asleep_tags", "leaving", "lost", "replaced_by", "taken_by"),
@@ -207,8 +210,10 @@ class Chronicle:
                 return  # its own record says all of it
             try:
                 await self.write()
-            except Exception:  # the round that comes next writes again before it touches an engine, and fails if it cannot
-                logger.exception("the journal could not be written")
+            except Exception:  # a round that comes meanwhile writes before it touches an engine, and fails if it cannot
+                logger.exception("the journal could not be written; it is tried again in %.0f s", AGAIN_S)
+                self._unwritten = True  # a successor would settle a round that has ended long ago
+                await asyncio.sleep(AGAIN_S)
 
     def _record(self) -> Record:
         assert self._parts is not None

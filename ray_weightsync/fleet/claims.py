@@ -11,7 +11,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PREFIX = "claim:"
+UNCHANGED = "Nothing was changed: "
 ENDING_POLL_S = 0.25
 """How often a session that ends by itself is looked at, in seconds."""
 
@@ -121,15 +122,19 @@ class Claims:
             left_s = limit_s - (time.monotonic() - began)
             to_ask = {holder.session for holder in held_by.values()} - asked if hand_over is not None else set()
             if left_s <= 0 or not (to_ask or await self._all_ending(held_by.values())):
-                raise self._conflict(replicas, held_by, time.monotonic() - began if waited else None)
+                conflict = self._conflict(replicas, held_by, time.monotonic() - began if waited else None)
+                raise _after(conflict, asked - {holder.session for holder in held_by.values()})
             waited = True
             if hand_over is None or not to_ask:
                 await asyncio.sleep(min(ENDING_POLL_S, left_s))
             for session in sorted(to_ask):
-                asked.add(session)
                 wanted = [identity_of(each.engine.facts) for each in replicas if each.id in held_by and held_by[each.id].session == session]
                 logger.info("session %s is asked to hand over %d engines", session, len(wanted))
-                await hand_over(session, tuple(filter(None, wanted)), left_s)  # type: ignore[misc]
+                try:
+                    await hand_over(session, tuple(filter(None, wanted)), left_s)  # type: ignore[misc]
+                except SessionConflict as refused:
+                    raise _after(refused, asked) from refused
+                asked.add(session)
 
     async def follow(self, replicas: Iterable[Replica]) -> None:
         """Claim what is not claimed yet: an engine that restarted is another one. Asks nobody unless something changed.
@@ -255,12 +260,27 @@ class Claims:
                 of_session.setdefault(held_by[replica.id].session, []).append(replica.id)
         holds = "; ".join(f"session {session!r} holds {', '.join(names)}" for session, names in of_session.items())
         return SessionConflict(
-            f"Nothing was changed: {holds}.",
+            f"{UNCHANGED}{holds}.",
             phase="attach",
             replicas=tuple(held_by),
             elapsed_s=waited_s,
             hint="close that session, or attach(..., take_over=True), which waits for its round and takes the engines from it",
         )
+
+
+def _after(refused: SessionConflict, gave: Collection[str]) -> SessionConflict:
+    """The refusal of one session, after others had let go of what was asked of them."""
+    if not gave:
+        return refused
+    return SessionConflict(
+        f"Not attached: {refused.message.removeprefix(UNCHANGED)} Before that, {', '.join(map(repr, sorted(gave)))} had let go of what was "
+        "asked of them, which is nobody's now.",
+        phase=refused.phase,
+        replicas=refused.replicas,
+        elapsed_s=refused.elapsed_s,
+        limit_s=refused.limit_s,
+        hint=f"{refused.hint}; or attach without these" if refused.hint else None,
+    )
 
 
 def _number(key: str) -> int:

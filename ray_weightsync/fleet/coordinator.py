@@ -199,7 +199,7 @@ class Coordinator:
         except Exception as error:
             await self._parts.claims.release(replicas)
             raise AttachError(
-                "Nothing was changed: the session could not be written to the journal in Ray's control plane.",
+                "The engines were let go again: the session could not be written to the journal in Ray's control plane.",
                 phase="attach",
                 engine_message=f"{type(error).__name__}: {error}",
                 hint="look after Ray's head node and attach again",

@@ -48,6 +48,7 @@ class Copies:
         self.stores = stores
         self._transport = transport
         self._timeouts = timeouts
+        self._giving_back: set[asyncio.Future[None]] = set()
 
     # --- slots --------------------------------------------------------------------------------------------------------------
 
@@ -58,14 +59,20 @@ class Copies:
             Exception: what kept the store from it.
         """
         limit_s = self._timeouts.for_bytes("stage", plan.num_bytes)
-        address = await self.stores.open_slot(
-            node_id,
-            snapshot=slot,
-            plan_digest=plan.digest,
-            num_bytes=plan.num_bytes,
-            overlap=self._transport.overlap,
-            limit_s=limit_s,
-        )
+        try:
+            address = await self.stores.open_slot(
+                node_id,
+                snapshot=slot,
+                plan_digest=plan.digest,
+                num_bytes=plan.num_bytes,
+                overlap=self._transport.overlap,
+                limit_s=limit_s,
+            )
+        except TimeoutError:  # it may be had yet, and then it is nobody's
+            giving_back = asyncio.ensure_future(self.discard(node_id, slot))
+            self._giving_back.add(giving_back)
+            giving_back.add_done_callback(self._giving_back.discard)
+            raise
         store = self.stores.identity(node_id)
         if store is None:
             raise StoreLost(f"the snapshot store on node {node_id} died as soon as it had been asked for a slot")

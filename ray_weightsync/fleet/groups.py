@@ -100,12 +100,15 @@ def _located(groups: Sequence[PlacementGroup], wanted: Sequence[BundleGroup], be
                 asked[number, index] = _ask_gpus(group, index, bundle.gpus)
     try:
         told = ray.get(list(asked.values()), timeout=max(began + limit_s - time.monotonic(), 0.0))
-    except GetTimeoutError as error:
+    except RayError as error:
+        late = isinstance(error, GetTimeoutError)
+        problem = "its nodes did not tell in time which GPUs it has" if late else "one of its nodes did not tell which GPUs it has"
         raise AttachError(
-            "The placement was reserved, and its nodes did not tell in time which GPUs it has. Nothing stays reserved.",
+            f"The placement was reserved, and {problem}. Nothing stays reserved.",
             phase=PHASE,
             elapsed_s=time.monotonic() - began,
             limit_s=limit_s,
+            engine_message=None if late else str(error),
             hint="starting a process on each node takes seconds: wait longer (timeout_s), or look into the nodes' logs",
         ) from error
     except RayError as error:

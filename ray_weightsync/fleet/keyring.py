@@ -60,4 +60,5 @@ class Keyring:
             try:
                 self._keys.update(await asyncio.wait_for(each, limit_s))
             except (RayError, TimeoutError) as error:
-                logger.warning("literal api_keys were lost with the process that gave them (%s)", type(error).__name__)
+                lost = "did not come in time" if isinstance(error, TimeoutError) else "were lost with the process that gave them"
+                logger.warning("literal api_keys %s (%s)", lost, type(error).__name__)

@@ -58,12 +58,14 @@ class Membership:
             ConfigError: if there is no such replica, or it was let go by its user.
             SessionConflict, AttachError: as of `add`; the old one stays.
         """
-        if self._joined([replica]) and self._roster.named(replica_id).replaced_by == replica.id:
+        if self._replaced(replica_id, replica):
             return replica.id
         old = self._replaceable(replica_id)
         self._require_new([replica], [each for each in self._roster.members if each is not old])
         turn = await self._repair.turn("replace")
         try:
+            if self._replaced(replica_id, replica):  # by the same call, whose caller lost the answer
+                return replica.id
             self._replaceable(replica_id)  # somebody may have been faster
             await self._join([replica], instead_of=old)
             old.replaced_by = replica.id
@@ -93,6 +95,9 @@ class Membership:
             old is not None and old in self._roster.members and identity_of(old.engine.facts) == identity_of(new.engine.facts) is not None
             for old, new in zip(known, replicas, strict=True)
         )
+
+    def _replaced(self, replica_id: str, by: Replica) -> bool:
+        return self._joined([by]) and self._roster.named(replica_id).replaced_by == by.id
 
     def _replaceable(self, replica_id: str) -> Replica:
         old = self._roster.named(replica_id)

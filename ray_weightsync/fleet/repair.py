@@ -140,10 +140,12 @@ class Repair:
             self._roster.changed("heal")
             replicas = [each for each in pick() if each in self._roster.members]  # some may have left while this waited
             report = self._told(snapshot, log, await self._each(snapshot, log, replicas))
-            self._parts.chronicle.ended(log.round_id, report)
+            if round_id is not None:  # of others nobody will ask how they ended, and only the last few ends are kept
+                self._parts.chronicle.ended(round_id, report)
             return report
         except WeightSyncError as error:
-            self._parts.chronicle.ended(log.round_id, error)
+            if round_id is not None:
+                self._parts.chronicle.ended(round_id, error)
             raise
         finally:
             self._parts.end_turn(log.round_id)
@@ -151,6 +153,10 @@ class Repair:
     async def _snapshot(self) -> Snapshot:
         staging = self._parts.staging
         committed = staging.committed
+        if committed is None and self._roster.ordinal:
+            raise self._lost(
+                str(self._roster.label), "its plan is not in the journal any more, from which this coordinator had to learn it"
+            )
         if committed is None:
             raise self._roster.unchanged(
                 "No version was committed in this session, so there is nothing to heal from.",
@@ -158,13 +164,16 @@ class Repair:
                 hint="send_weights: it brings every replica that answers to the new version",
             )
         if (why := await staging.why_unreadable(committed)) is not None:
-            raise self._roster.unchanged(
-                f"The snapshot of version {committed.label} is lost, so nobody can be healed.",
-                phase="heal",
-                engine_message=why,
-                hint="send_weights: the next version makes a new snapshot, and brings every replica that answers to it",
-            )
+            raise self._lost(committed.label, why)
         return committed
+
+    def _lost(self, label: str, why: str) -> RoundAborted | FleetTorn:
+        return self._roster.unchanged(
+            f"The snapshot of version {label} is lost, so nobody can be healed.",
+            phase="heal",
+            engine_message=why,
+            hint="send_weights: the next version makes a new snapshot, and brings every replica that answers to it",
+        )
 
     async def _each(self, snapshot: Snapshot, log: RoundLog, replicas: list[Replica]) -> list[ReplicaReport]:
         failures = await unable(replicas, snapshot, log, self._parts)

@@ -127,7 +127,7 @@ class SleepMode:
         failures = {name: failure for name, failure in outcomes.failures.items() if name not in fenced}
         if failures:
             raise WeightSyncError(
-                f"Not every engine did {verb}: {', '.join(failures)} did not, the others did.",
+                f"Not every engine did {verb}: {', '.join(failures)} did not, {', '.join(outcomes.answers) or 'none'} did.",
                 phase=verb,
                 replicas=tuple(failures),
                 limit_s=limit_s,

@@ -131,7 +131,7 @@ class Staging:
             cause = getattr(error, "cause", error)
             full = type(cause).__name__ == "NoRoomError"
             named = f": transport={self._directory_option}" if self._directory_option else ""
-            hint = "call again: a store that has died or hangs is started anew"
+            hint = "call again: a store that has died is started anew; one that hangs ends with the session"
             if full:
                 hint = f"free or enlarge {self._transport.directory} (docker run --shm-size=...)" + (
                     f", or name another{named}" if named else ""

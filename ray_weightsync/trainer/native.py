@@ -138,6 +138,8 @@ class NativeEngines:
         self._link = link
         self._make = make
         self._kept: _Driven | None = None
+        self._closed = False
+        self._lock = threading.Lock()
 
     def take(self, key: str) -> _Driven:
         """The engine that was made for ``key``; one that is to be made if there is none."""
@@ -148,12 +150,17 @@ class NativeEngines:
         return driven or _Driven(key, self._link, self._make)
 
     def keep(self, driven: _Driven) -> None:
-        """It has sent a whole round, and may send the next one."""
-        self._kept = driven
+        """It has sent a whole round, and may send the next one; unless this was closed meanwhile."""
+        with self._lock:
+            if not self._closed:
+                self._kept = driven
+                return
+        _ending(driven)
 
     def close(self) -> None:
-        """Have the engine shut down, if there is one; that is waited for at most `END_S` seconds. Idempotent."""
-        driven, self._kept = self._kept, None
+        """Have the engine shut down, which is waited for at most `END_S` seconds; one that sends is when it has sent. Idempotent."""
+        with self._lock:
+            self._closed, driven, self._kept = True, self._kept, None
         if driven is None:
             return
         ending = _ending(driven)

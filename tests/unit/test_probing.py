@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from ray_weightsync.probing import complaints
+from ray_weightsync.probing import complaints, probed
 
 
 def test_who_answers_something_true_is_not_complained_of() -> None:
@@ -37,3 +38,18 @@ def test_one_that_does_not_answer_costs_one_deadline_and_is_left_to_itself() -> 
 def test_engines_are_probed_beside_one_another() -> None:
     together = threading.Barrier(3, timeout=60)
     assert complaints(lambda engine: together.wait() >= 0, {"r0": 0, "r1": 1, "r2": 2}, limit_s=60) == {}
+
+
+def test_an_engine_that_is_replaced_meanwhile_is_no_error() -> None:
+    class Engines(dict[str, str]):
+        """Each leaves as soon as somebody has seen that it is there."""
+
+        def __contains__(self, name: object) -> bool:
+            return self.pop(str(name), None) is not None
+
+    report: Any = SimpleNamespace(committed=("r0",))
+
+    def refuse(*args: Any) -> Any:
+        raise AssertionError("nothing is wrong with it")
+
+    assert probed(lambda: report, lambda engine: True, Engines(r0="engine"), refuse=refuse, limit_s=60) is report

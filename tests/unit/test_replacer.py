@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ray_weightsync import replacer as module
-from ray_weightsync.errors import ConfigError
+from ray_weightsync.errors import ConfigError, WeightSyncError
 from ray_weightsync.follower import nothing_known
 from ray_weightsync.replacer import Replacer
 from ray_weightsync.report import FleetStatus, ReplicaStatus
@@ -131,6 +131,23 @@ def test_one_that_is_lost_while_the_last_look_finds_nobody_is_replaced_all_the_s
     settled()
     assert factory.calls == 2
     assert session.replicas["r2"].replaced_by == "e2"
+
+
+@pytest.mark.parametrize(("silent", "replaced"), [(2, True), (3, False)])
+def test_a_coordinator_that_does_not_answer_at_once_is_asked_again_but_not_for_ever(silent: int, replaced: bool) -> None:
+    session, factory = Session(lost("r1")), Factory()
+    status, asked = session.status, []
+
+    def answered_late() -> FleetStatus:
+        asked.append(None)
+        if len(asked) <= silent:
+            raise WeightSyncError("The coordinator did not answer; what holds now is not known here.")
+        return status()
+
+    session.status = answered_late  # type: ignore[method-assign]
+    Replacer(session, factory, owns_made=False, max_attempts=3, retry_s=0).on_status(status())
+    settled()
+    assert (session.replicas["r1"].replaced_by == "e1") is replaced
 
 
 def test_engines_that_are_made_when_the_session_closes_are_the_last() -> None:

@@ -78,7 +78,8 @@ class TestInStep:
         [
             ([worker(0), worker(1, nonce="older")], "reply 1 answers an earlier question"),
             ([worker(0), None], "reply 1 is an earlier call's: a worker answered NoneType None"),
-            ([worker(0), {"nonce": "n"}], "reply 1 is an earlier call's: a worker's description lacks"),
+            ([worker(0), {"nonce": "an older one"}], "reply 1 is an earlier call's: a worker's description lacks"),
+            ([worker(0), {"nonce": "n", "failure": "no GPU"}], "lacks package_version, rank, world_size (it says: no GPU)"),
             ([worker(0)], "1 workers answered, there are 2"),
             ([worker(0), worker(0)], "two workers answered for one rank"),
         ],

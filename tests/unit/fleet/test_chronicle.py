@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from ray_weightsync.fleet import chronicle as module
 from tests.unit.fleet.fakes import FakeFleet
 from tests.unit.fleet.test_rounds import run
 
@@ -63,5 +64,29 @@ def test_nor_does_it_bring_back_a_journal_that_was_erased() -> None:
         await erasing
         assert await asyncio.to_thread(written.wait, LIMIT_S)
         assert fleet.journal.record is None
+
+    run(story)
+
+
+def test_what_could_not_be_written_when_nobody_waited_is_written_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story() -> None:
+        monkeypatch.setattr(module, "AGAIN_S", 0.01)
+        fleet = await FakeFleet(1).attach()
+        chronicle, write = fleet.coordinator.chronicle, fleet.journal.write
+        await chronicle.noted()
+        failures = iter([OSError("the control plane restarts")] * 3)
+
+        def restarting(record: Any) -> None:
+            if (failure := next(failures, None)) is not None:
+                raise failure
+            write(record)
+
+        ticket = await fleet.open(1)
+        while fleet.journal.record.round is None:
+            await asyncio.sleep(0.001)
+        fleet.journal.write = restarting  # type: ignore[method-assign]
+        await fleet.coordinator.rounds.abandon(ticket.snapshot, "not needed")
+        await asyncio.wait_for(chronicle.noted(), LIMIT_S)
+        assert fleet.journal.record.round is None, "a successor would settle it"
 
     run(story)

@@ -255,6 +255,26 @@ class TestTakingOver:
 
         run(story)
 
+    @pytest.mark.parametrize("refuses", [True, False])
+    def test_where_one_holder_keeps_its_engines_it_is_said_that_others_had_let_go_of_theirs(self, refuses: bool) -> None:
+        async def story() -> None:
+            plane = ControlPlane()
+            first, held = plane.session("first"), [replica("a")]
+            await first.claim(held, limit_s=1)
+            await plane.session("second").claim([replica("b")], limit_s=1)
+
+            async def hand_over(session: str, identities: tuple[str, ...], limit_s: float) -> None:
+                if session == "first":
+                    await first.release(held)
+                elif refuses:
+                    raise SessionConflict("Nothing was changed: its round does not end.", hint="see its status()")
+
+            with pytest.raises(SessionConflict, match="Before that, 'first' had let go") as caught:
+                await plane.session("mine").claim([replica("a"), replica("b")], limit_s=1, hand_over=hand_over)
+            assert "Nothing was changed" not in str(caught.value)
+
+        run(story)
+
 
 class TestFollowing:
     def test_a_restarted_engine_is_claimed_and_the_claim_on_its_dead_process_ends(self) -> None:

@@ -189,6 +189,26 @@ def test_how_a_round_ended_that_waits_for_its_turn_is_told_when_it_has_had_it() 
     run(story)
 
 
+def test_a_slot_that_is_had_too_late_is_given_back() -> None:
+    async def story() -> None:
+        fleet = await FakeFleet(1, timeouts=Timeouts()).attach()
+        open_slot = fleet.stores.open_slot
+
+        async def late(*args: Any, **kwargs: Any) -> Any:
+            fleet.stores.open_slot = open_slot  # type: ignore[method-assign]
+            await open_slot(*args, **kwargs)
+            raise TimeoutError("the snapshot store on node node did not answer open_slot within 120.0 s")
+
+        fleet.stores.open_slot = late  # type: ignore[method-assign]
+        with pytest.raises(RoundAborted, match="did not answer open_slot") as caught:
+            await fleet.send(1)
+        assert "one that hangs ends with the session" in str(caught.value.hint)
+        await fleet.send(2)
+        assert sorted(fleet.stores.open.values()) == ["committed", "writing"], "and the one for the next round"
+
+    run(story)
+
+
 def test_how_long_a_turn_may_take_grows_with_the_weights_that_are_on_their_way() -> None:
     async def story() -> None:
         timeouts = Timeouts(min_rate_bytes_per_s=1.0)

@@ -66,6 +66,13 @@ def test_a_key_whose_giver_is_gone_is_said_to_be_lost_when_it_is_used(caplog: py
         _ = ref.api_key.value
 
 
+def test_a_key_that_does_not_come_in_time_is_not_said_to_be_lost(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    asyncio.run(keyring(Reference(TimeoutError())).fitted(ARRIVED, limit_s=1))
+    assert "literal api_keys did not come in time" in caplog.text
+    assert "lost" not in caplog.text
+
+
 def test_keys_of_engines_that_join_are_added() -> None:
     first, joined = Reference({}), Reference(literal_keys(GIVEN))
     ring = keyring(first)

@@ -324,6 +324,20 @@ class TestReplacing:
 
         run(story)
 
+    def test_asked_again_while_the_first_call_waits_for_its_turn_it_answers_the_same(self) -> None:
+        async def story() -> None:
+            fleet = await served()
+            engine = FakeEngine("new")
+            ticket = await fleet.open(2)
+            calls = [fleet.coordinator.membership.replace("r1", await resolved(engine)) for _ in range(2)]
+            asked = asyncio.gather(*calls)
+            await asyncio.sleep(0)
+            await fleet.coordinator.rounds.abandon(ticket.snapshot, "not needed")
+            assert await asked == ["new", "new"]
+            assert [each.id for each in fleet.coordinator.status().replicas] == ["r0", "r1", "new"]
+
+        run(story)
+
     def test_the_only_replica_may_be_replaced(self) -> None:
         async def story() -> None:
             fleet = await served(1)
@@ -334,6 +348,16 @@ class TestReplacing:
 
 
 class TestSleep:
+    def test_whoever_did_not_sleep_and_whoever_did_are_named_and_not_those_of_whom_it_is_no_news(self) -> None:
+        async def story() -> None:
+            fleet = await with_one_fenced(on_failure=NO_HEAL)
+            fleet.engines[1].dead = True
+            fleet.engines[2].faults["sleep"] = "raise"
+            with pytest.raises(WeightSyncError, match="Not every engine did sleep: r2 did not, r0 did"):
+                await fleet.coordinator.sleep_mode.sleep(1)
+
+        run(story)
+
     def test_level_1_takes_the_fleet_out_of_the_serving_set_and_waking_brings_it_back_with_its_weights(self) -> None:
         async def story() -> None:
             fleet = await served()

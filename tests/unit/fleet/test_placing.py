@@ -13,6 +13,7 @@ import ray_weightsync as rws
 from ray_weightsync.fleet import groups, places
 from ray_weightsync.fleet.bundles import Ask, Located, NodeRoom, groups_for
 
+LOCATED = groups._located
 ONE_ENGINE = groups_for(Ask(trainers=0, engines=1, tensor_parallel_size=4))
 
 
@@ -47,6 +48,22 @@ class TestGrowing:
     def test_a_cluster_that_does_not_grow_is_refused_with_the_word_for_one_that_does(self, cluster: MadeUp) -> None:
         with pytest.raises(rws.AttachError, match=r"(?s)4 CPU are asked for, and the cluster has 0.*reserve\(may_grow=True\) waits"):
             groups.reserve_groups(ONE_ENGINE, limit_s=60, may_grow=False)
+
+    def test_a_node_that_is_lost_before_it_told_its_gpus_is_said_and_nothing_stays_reserved(
+        self, cluster: MadeUp, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def lost(*args: Any, **options: Any) -> None:
+            raise NodeDiedError("node a is gone")
+
+        cluster.nodes.append(room("a", 4.0))
+        monkeypatch.setattr(groups, "_located", LOCATED)
+        monkeypatch.setattr(groups, "placement_group_table", lambda group: {"bundles_to_node_id": {0: "a"}})
+        monkeypatch.setattr(groups, "_ask_gpus", lambda *args: object())
+        monkeypatch.setattr(groups.ray, "get", lost)
+        with pytest.raises(rws.AttachError, match="one of its nodes did not tell which GPUs") as caught:
+            groups.reserve_groups(ONE_ENGINE, limit_s=60, may_grow=False)
+        assert caught.value.engine_message == "node a is gone"
+        assert cluster.removed
 
     def test_the_waiting_group_brings_the_nodes(
         self, cluster: MadeUp, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -9,6 +9,7 @@ import pytest
 
 from ray_weightsync.config import FailurePolicy
 from ray_weightsync.errors import ConfigError, FleetTorn, ReplicasLost, RoundAborted
+from ray_weightsync.fleet.journal import MAX_OUTCOMES
 from tests.unit.fleet.fakes import FakeFleet
 from tests.unit.fleet.test_rounds import run
 
@@ -147,6 +148,19 @@ class TestHeal:
 
 
 class TestUnasked:
+    def test_repairs_that_nobody_asked_for_do_not_make_the_coordinator_forget_how_a_sender_s_round_ended(self) -> None:
+        async def story() -> None:
+            fleet = await FakeFleet(2).attach()
+            report = await fleet.send(1)
+            fleet.engines[1].restart()
+            fleet.stores.kill("node")
+            for _ in range(MAX_OUTCOMES + 1):
+                await fleet.coordinator.health.check()
+            assert state(fleet, "r1") == "QUARANTINED", "its snapshot is lost"
+            assert await fleet.coordinator.settled(report.round_id) == report
+
+        run(story)
+
     def test_a_fenced_replica_is_healed_and_the_next_round_clears_its_count(self) -> None:
         async def story() -> None:
             fleet = await with_one_fenced()

@@ -401,6 +401,20 @@ def test_no_engine_is_touched_if_the_round_cannot_be_written_down() -> None:
     run(story)
 
 
+def test_a_successor_that_cannot_learn_the_plan_says_that_the_snapshot_is_lost_not_that_there_was_none() -> None:
+    async def story() -> None:
+        fleet = await fleet_of(2).attach()
+        await fleet.send(1)
+        await fleet.coordinator.chronicle.noted()
+        fleet.journal.plans.clear()
+        await fleet.succeed()
+        with pytest.raises(RoundAborted, match=r"version 1 still serves\. The snapshot of version 1 is lost"):
+            await fleet.coordinator.repair.heal()
+        assert (await fleet.send(2)).committed == ("r0", "r1")
+
+    run(story)
+
+
 def test_a_session_that_was_closed_has_no_successor() -> None:
     async def story() -> None:
         fleet = await fleet_of(2).attach()

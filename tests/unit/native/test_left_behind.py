@@ -43,6 +43,26 @@ class Unwatched(Relaying):
         """Nobody is lost."""
 
 
+def sending(engines: NativeEngines) -> None:
+    source = StateDictSource({"a": torch.ones(2)})
+    link: Any = None
+    Unwatched(link, Native("ipc"), Timeouts(), engines)._send("round", Members, source, Plan.from_metadata(source.metadata()), None)
+
+
+def test_one_that_sends_while_its_sender_is_closed() -> None:
+    made: list[Engine] = []
+
+    class Closed(Engine):
+        def send_weights(self) -> None:
+            super().send_weights()
+            engines.close()
+
+    link: Any = None
+    engines = NativeEngines(link, lambda *args: made.append(Closed(*args)) or made[-1])  # type: ignore[func-returns-value]
+    sending(engines)
+    assert made[0].over.wait(30)
+
+
 def test_one_that_came_to_its_end_as_the_wait_for_it_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     class Interrupted(Future[Any]):
         def result(self, timeout: float | None = None) -> Any:
@@ -53,7 +73,6 @@ def test_one_that_came_to_its_end_as_the_wait_for_it_was_interrupted(monkeypatch
     made: list[Engine] = []
     link: Any = None
     engines = NativeEngines(link, lambda *args: made.append(Engine(*args)) or made[-1])  # type: ignore[func-returns-value]
-    source = StateDictSource({"a": torch.ones(2)})
     with pytest.raises(KeyboardInterrupt):
-        Unwatched(link, Native("ipc"), Timeouts(), engines)._send("round", Members, source, Plan.from_metadata(source.metadata()), None)
+        sending(engines)
     assert made[0].over.wait(30)
