@@ -23,7 +23,7 @@ from ray_weightsync.protocol.fanout import fan_out
 from ray_weightsync.protocol.http_channel import HTTPChannel
 from ray_weightsync.protocol.ray_channel import ActorChannel
 from ray_weightsync.protocol.reading import died, words
-from ray_weightsync.worker.updates import package_version
+from ray_weightsync.worker.identity import package_version
 
 __all__ = ["Engine", "inspect", "require_distinct", "resolve", "resolve_all", "unfit"]
 

@@ -11,6 +11,8 @@ import logging
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -38,6 +40,7 @@ from ray_weightsync.fleet.values import Sealed, Settings, Ticket, Way
 from ray_weightsync.protocol.channel import Channel
 from ray_weightsync.protocol.threads import in_daemon_thread
 from ray_weightsync.report import FleetStatus, SyncReport
+from ray_weightsync.transports.native.backends import traits
 
 if TYPE_CHECKING:
     from ray_weightsync.protocol.messages import Payload
@@ -168,6 +171,9 @@ class _CoordinatorActor:
         way: Way | None,
     ) -> Ticket | None:
         """None asks for the plan itself."""
+        if isinstance(offer, Native) and traits(offer.backend).attested:
+            # Its payloads may hold what is torch's: imported now, and not when the first one is unpickled, while engines are paused.
+            await in_daemon_thread(partial(import_module, "torch"))
         try:
             rounds = (await self._ready()).rounds
             return await rounds.open(

@@ -21,11 +21,12 @@ from ray_weightsync.transports.collective.stock_meeting import oldest_release
 from ray_weightsync.weights.plan import Plan
 from ray_weightsync.weights.sources import StateDictSource
 from tests.vllm import support
+from tests.vllm.holder import Holder
 
 EXTENSION = "tests.vllm.nccl_on_gloo.Extension"
 
 
-class StockEngine(support.Holder):
+class StockEngine(Holder):
     """An actor with the four verbs of vLLM's protocol, as vLLM's own examples have them."""
 
     def vllm_version(self) -> str:

@@ -14,6 +14,7 @@ import ray
 
 import ray_weightsync as rws
 from tests.vllm import support
+from tests.vllm.holder import EXTENSION
 from tests.vllm.support import CALL_LIMIT_S, LEFT_FENCED, NUM_TOKENS, PROMPTS, Pairs
 
 Tokens = list[list[int]]
@@ -32,7 +33,7 @@ class SyncHolder:
 
         from ray_weightsync.engines.vllm_args import vllm_engine_args
 
-        ours = vllm_engine_args() | {"worker_extension_cls": support.EXTENSION}
+        ours = vllm_engine_args() | {"worker_extension_cls": EXTENSION}
         self.llm = LLM(model=model, skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16", max_model_len=256, **ours)
 
     def generate(self, prompt: list[int], num_tokens: int) -> Answer:

@@ -14,14 +14,14 @@ import ray
 import torch
 
 import ray_weightsync as rws
-from tests.vllm import support
+from tests.vllm import holder, support
 from tests.vllm.support import CALL_LIMIT_S, NUM_TOKENS, PROMPTS, Driver, Pairs
 
 EXTENSION = "tests.vllm.data_parallel_on_cpu.Extension"
 INDICES = (0, 1)
 
 
-class Holder(support.Holder):
+class Holder(holder.Holder):
     """An engine whose requests may choose their data-parallel engine."""
 
     async def generate_at(self, index: int, prompt: list[int]) -> list[int]:
