@@ -63,7 +63,3 @@ class Holder:
 
     def supports(self, verb: str) -> bool:
         return hasattr(self.llm, verb)
-
-    def stop(self) -> None:
-        """End the engine's processes; killing the actor would leave them to find out by themselves."""
-        self.llm.shutdown()

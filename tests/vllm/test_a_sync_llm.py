@@ -61,8 +61,7 @@ def own_engine(checkpoints: Any, fresh_b: dict[int, Tokens]) -> Iterator[Any]:
     handle = actor.remote(checkpoints.a)
     ray.get(handle.version.remote(), timeout=support.START_LIMIT_S)
     yield handle
-    ray.get(handle.__ray_call__.remote(lambda held: held.llm.llm_engine.engine_core.shutdown()), timeout=CALL_LIMIT_S)
-    ray.kill(handle)
+    support.kill_engine(handle)
 
 
 @pytest.fixture
