@@ -44,15 +44,6 @@ class Fleet:
         return all(torch.equal(output, expected) for output in self.outputs(inputs))
 
 
-@pytest.fixture(scope="session")
-def engine_pool(ray_cluster: str) -> Iterator[list[Any]]:
-    """Three engines for all tests that leave engines whole: a fresh process takes seconds to import torch."""
-    engines = [rws.TorchEngine.remote(make_module) for _ in range(3)]
-    yield engines
-    for engine in engines:
-        ray.kill(engine)
-
-
 @pytest.fixture
 def start_fleet(engine_pool: list[Any]) -> Iterator[Callable[..., Fleet]]:
     """Starts sessions on engines of the pool, or, with ``fresh`` or a class of its own, on new ones that end with the test."""
