@@ -34,10 +34,14 @@ def ray_cluster() -> Iterator[str]:
     ray.shutdown()
 
 
+POOL = ("pool-0", "pool-1", "pool-2")
+"""The names of the pool's engines."""
+
+
 @pytest.fixture(scope="session")
 def engine_pool(ray_cluster: str) -> Iterator[list[Any]]:
     """Three engines for all tests that leave engines whole: a fresh process takes seconds to import torch."""
-    engines: list[Any] = [rws.TorchEngine.remote(make_module) for _ in range(3)]
+    engines: list[Any] = [rws.TorchEngine.options(name=name).remote(make_module) for name in POOL]
     yield engines
     for engine in engines:
         ray.kill(engine)

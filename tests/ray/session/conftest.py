@@ -44,6 +44,13 @@ class Fleet:
         return all(torch.equal(output, expected) for output in self.outputs(inputs))
 
 
+def reset(engines: list[Any]) -> None:
+    """No update open, running, labelled as engines that were just started."""
+    for engine in engines:
+        ray.get(engine.__ray_call__.remote(lambda actor: actor._gate.update_open and actor.finish_weight_update()), timeout=LIMIT_S)
+        ray.get([engine.resume_generation.remote(), engine.update_weight_version.remote("default")], timeout=LIMIT_S)
+
+
 @pytest.fixture
 def start_fleet(engine_pool: list[Any]) -> Iterator[Callable[..., Fleet]]:
     """Starts sessions on engines of the pool, or, with ``fresh`` or a class of its own, on new ones that end with the test."""
@@ -70,6 +77,4 @@ def start_fleet(engine_pool: list[Any]) -> Iterator[Callable[..., Fleet]]:
         session.close()
     for engine in started:
         ray.kill(engine)
-    for engine in engine_pool:
-        ray.get(engine.__ray_call__.remote(lambda actor: actor._gate.update_open and actor.finish_weight_update()), timeout=LIMIT_S)
-        ray.get([engine.resume_generation.remote(), engine.update_weight_version.remote("default")], timeout=LIMIT_S)
+    reset(engine_pool)
