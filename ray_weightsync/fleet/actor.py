@@ -40,7 +40,6 @@ from ray_weightsync.fleet.values import Sealed, Settings, Ticket, Way
 from ray_weightsync.protocol.channel import Channel
 from ray_weightsync.protocol.threads import in_daemon_thread
 from ray_weightsync.report import FleetStatus, SyncReport
-from ray_weightsync.transports.native.backends import traits
 
 if TYPE_CHECKING:
     from ray_weightsync.protocol.messages import Payload
@@ -171,8 +170,8 @@ class _CoordinatorActor:
         way: Way | None,
     ) -> Ticket | None:
         """None asks for the plan itself."""
-        if isinstance(offer, Native) and traits(offer.backend).attested:
-            # Its payloads may hold what is torch's: imported now, and not when the first one is unpickled, while engines are paused.
+        if isinstance(offer, Native):
+            # Its payloads may hold what is torch's, which is imported now, and not while engines are paused and the first one is unpickled.
             await in_daemon_thread(partial(import_module, "torch"))
         try:
             rounds = (await self._ready()).rounds
