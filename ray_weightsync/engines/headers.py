@@ -15,8 +15,8 @@ from ray_weightsync.engines import told_headers
 from ray_weightsync.engines.unreached import Unreached
 from ray_weightsync.protocol.channel import Channel
 from ray_weightsync.protocol.ray_channel import ActorChannel
+from ray_weightsync.weights.dtype_names import SAFETENSORS_DTYPES
 from ray_weightsync.weights.plan import Plan
-from ray_weightsync.weights.safetensors_source import SAFETENSORS_DTYPES
 
 HEAD = "lm_head.weight"
 """A model whose head is its embedding skips this one, whether its checkpoint has it or not."""

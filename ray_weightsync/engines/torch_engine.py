@@ -3,29 +3,29 @@
 It is a stand-in that must not be kinder than the real thing: starting twice, finishing without a start and updating without one
 raise; a request that runs between start and finish while nothing is paused kills the engine for good; the protocol itself accepts
 half an update. Where vLLM raises, the words are vLLM's. It needs neither vLLM nor a GPU.
+
+torch is imported where an engine is made: whoever is handed a `TorchEngine`, as a session's coordinator is, imports this module.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
-import torch
 from ray.actor import ActorClass
 
 from ray_weightsync.engines.facts import CONTROL_GROUP, RWS_BACKEND
 from ray_weightsync.engines.torch_gate import EngineDeadError, StepGate
-from ray_weightsync.engines.torch_loader import ModuleLoader, tensors_by_name
 from ray_weightsync.protocol.channel import KNOWN_VERBS
 from ray_weightsync.protocol.remote import described, halt, run_here
-from ray_weightsync.transports.collective.receiver import CollectiveReceiver
-from ray_weightsync.transports.host.receiver import HostReceiver
 from ray_weightsync.worker.identity import RESIDENT, package_version
-from ray_weightsync.worker.receiver import Receiver
-from ray_weightsync.worker.seams import SoleRank
-from ray_weightsync.worker.updates import WorkerUpdates
+
+if TYPE_CHECKING:
+    import torch
+
+    from ray_weightsync.worker.receiver import Receiver
 
 MAX_REQUESTS = 8
 """Threads for `forward`: requests that can be in flight, frozen ones included, before others wait in Ray's queue."""
@@ -48,6 +48,14 @@ class TorchEngineActor:
     """
 
     def __init__(self, make_module: Callable[[], torch.nn.Module], *, num_threads: int = 1) -> None:
+        import torch
+
+        from ray_weightsync.engines.torch_loader import ModuleLoader
+        from ray_weightsync.transports.collective.receiver import CollectiveReceiver
+        from ray_weightsync.transports.host.receiver import HostReceiver
+        from ray_weightsync.worker.seams import SoleRank
+        from ray_weightsync.worker.updates import WorkerUpdates
+
         torch.set_num_threads(num_threads)
         module = make_module()
         if not isinstance(module, torch.nn.Module):
@@ -74,6 +82,8 @@ class TorchEngineActor:
 
     def forward_versioned(self, *args: Any, **kwargs: Any) -> tuple[Any, str]:
         """Like `forward`, with the version label under which the output was made."""
+        import torch
+
         with self._gate.step(), torch.no_grad():
             return self._module(*args, **kwargs), self._version
 
@@ -82,6 +92,8 @@ class TorchEngineActor:
     @ray.method(concurrency_group=CONTROL_GROUP)
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Copies, on the CPU, of every parameter and persistent buffer, under every name it has. No RPC runs meanwhile."""
+        from ray_weightsync.engines.torch_loader import tensors_by_name
+
         with self._gate.rpc():
             return {name: tensor.detach().cpu().clone() for name, tensor in tensors_by_name(self._module).items()}
 

@@ -11,6 +11,8 @@ import logging
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -154,6 +156,9 @@ class _CoordinatorActor:
 
     async def open_snapshot(self, opening: Opening) -> Ticket | None:
         """None asks for the plan itself."""
+        if isinstance(offer, Native):
+            # Its payloads may hold what is torch's, which is imported now, and not while engines are paused and the first one is unpickled.
+            await in_daemon_thread(partial(import_module, "torch"))
         try:
             return await (await self._ready()).rounds.open(opening)
         except PlanUnknown:

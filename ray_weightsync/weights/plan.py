@@ -15,7 +15,6 @@ from typing import Any, cast
 import xxhash
 
 from ray_weightsync.errors import ConfigError
-from ray_weightsync.weights.dtypes import dtype_name
 from ray_weightsync.weights.piecemeal import yield_point
 from ray_weightsync.weights.tensor_spec import (
     ALIGN,
@@ -107,6 +106,8 @@ class Plan:
         """
         if isinstance(metadata, str | bytes) or not isinstance(metadata, Iterable):
             raise ConfigError(f"metadata must be an iterable of (name, dtype, shape) records, not {type(metadata).__name__}")
+        from ray_weightsync.weights.dtypes import dtype_name
+
         names: list[str] = []
         layouts: list[tuple[str, tuple[int, ...]]] = []
         for meta in metadata:

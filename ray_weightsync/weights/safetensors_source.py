@@ -11,20 +11,12 @@ from typing import Any
 import torch
 
 from ray_weightsync.errors import ConfigError
+from ray_weightsync.weights.dtype_names import SAFETENSORS_DTYPES
 from ray_weightsync.weights.plan import ParamMeta
 from ray_weightsync.weights.source_base import SourceBase, matching
 from ray_weightsync.weights.transforms import Transform
 
 INDEX_NAME = "model.safetensors.index.json"
-
-SAFETENSORS_DTYPES = {
-    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "C64": "complex64",
-    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "BOOL": "bool",
-    "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8",
-    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
-}  # fmt: skip
-"""The format's names of dtypes (https://huggingface.co/docs/safetensors) to torch's. Those of less than a byte are not sent."""
 
 
 class SafetensorsSource(SourceBase):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
-
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 from ray_weightsync.errors import ConfigError
-from ray_weightsync.weights.dtypes import DTYPES
+from ray_weightsync.weights.dtype_names import itemsize
+
+if TYPE_CHECKING:
+    import torch
 
 ALIGN = 64
 """Every tensor starts at a multiple of this many bytes: a cache line, and enough for any dtype's own alignment."""
@@ -63,6 +64,8 @@ class TensorSpec:
 
     @property
     def torch_dtype(self) -> torch.dtype:
+        from ray_weightsync.weights.dtypes import DTYPES
+
         return DTYPES[self.dtype]
 
     @property
@@ -94,9 +97,12 @@ def as_shape(shape: object) -> tuple[int, ...]:
 
 def checked_nbytes(name: str, dtype: str, shape: tuple[int, ...]) -> int:
     """Bytes of a contiguous tensor, or `ConfigError` if this torch does not have its dtype or cannot view so many."""
-    if dtype not in DTYPES:
+    size = itemsize(dtype)
+    if size is None:
+        import torch
+
         raise ConfigError(f"tensor {name!r}: this torch ({torch.__version__}) has no dtype {dtype!r} that can be sent")
-    nbytes = math.prod(shape) * DTYPES[dtype].itemsize
+    nbytes = math.prod(shape) * size
     # The product is also bounded without its zeros: torch refuses a view whose strides do not fit in 64 bits.
     if nbytes > MAX_PAYLOAD_BYTES or (nbytes == 0 and math.prod(size or 1 for size in shape) > MAX_PAYLOAD_BYTES):
         raise ConfigError(f"tensor {name!r}: a shape of {shape} is larger than any machine's memory")

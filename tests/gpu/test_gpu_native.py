@@ -110,7 +110,7 @@ def engine_on(env: dict[str, str], model: str, **overrides: Any) -> Iterator[sup
         support.started(handle)
         yield support.Driver(handle, 1)
     finally:
-        support.stop_engine(handle)
+        support.kill_engine(handle)
 
 
 @contextmanager

@@ -1,11 +1,15 @@
-"""One local Ray for the whole session: starting a cluster costs 3 to 10 seconds, so no test starts its own."""
+"""One local Ray and one pool of engines for the whole session: starting a cluster costs 3 to 10 seconds, so no test starts its own."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import ray
+
+import ray_weightsync as rws
+from tests.ray.session.conftest import make_module
 
 NAMESPACE = "rws-tests"
 NUM_CPUS = 8
@@ -28,3 +32,16 @@ def ray_cluster() -> Iterator[str]:
     )
     yield NAMESPACE
     ray.shutdown()
+
+
+POOL = ("pool-0", "pool-1", "pool-2")
+"""The names of the pool's engines."""
+
+
+@pytest.fixture(scope="session")
+def engine_pool(ray_cluster: str) -> Iterator[list[Any]]:
+    """Three engines for all tests that leave engines whole: a fresh process takes seconds to import torch."""
+    engines: list[Any] = [rws.TorchEngine.options(name=name).remote(make_module) for name in POOL]
+    yield engines
+    for engine in engines:
+        ray.kill(engine)

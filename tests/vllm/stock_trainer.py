@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import psutil
 import ray
 import torch
 
@@ -21,11 +18,12 @@ from ray_weightsync.transports.collective.stock_meeting import oldest_release
 from ray_weightsync.weights.plan import Plan
 from ray_weightsync.weights.sources import StateDictSource
 from tests.vllm import support
+from tests.vllm.holder import Holder
 
 EXTENSION = "tests.vllm.nccl_on_gloo.Extension"
 
 
-class StockEngine(support.Holder):
+class StockEngine(Holder):
     """An actor with the four verbs of vLLM's protocol, as vLLM's own examples have them."""
 
     def vllm_version(self) -> str:
@@ -55,24 +53,6 @@ def start_stock_engine(model: str, tensor_parallel_size: int) -> Any:
     env = {"env_vars": support.engine_env(tensor_parallel_size)}
     actor = ray.remote(StockEngine).options(num_cpus=0, runtime_env=env, max_concurrency=100)
     return actor.remote(model, tensor_parallel_size, extension=EXTENSION, weight_transfer_config={"backend": "nccl"})
-
-
-def kill_engine(handle: Any) -> None:
-    """SIGKILL for the actor and all that it has started, at once, and the end of their shared memory.
-
-    Trackers of shared memory are left to free what is Python's; what vLLM's CPU workers share among themselves is nobody's then.
-    """
-    pid: int = ray.get(handle.__ray_call__.remote(lambda actor: os.getpid()), timeout=support.CALL_LIMIT_S)
-    actor = psutil.Process(pid)
-    family = [actor, *actor.children(recursive=True)]
-    shared = {Path(each.path) for process in family for each in process.memory_maps() if each.path.startswith("/dev/shm/vllm_dist_")}
-    for process in family:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if not any("resource_tracker" in word for word in process.cmdline()):
-                process.kill()
-    psutil.wait_procs(family, timeout=support.CALL_LIMIT_S)
-    for path in shared:
-        path.unlink(missing_ok=True)
 
 
 class Trainer:

@@ -14,6 +14,7 @@ import ray
 
 import ray_weightsync as rws
 from tests.vllm import support
+from tests.vllm.holder import EXTENSION
 from tests.vllm.support import CALL_LIMIT_S, LEFT_FENCED, NUM_TOKENS, PROMPTS, Pairs
 
 Tokens = list[list[int]]
@@ -32,7 +33,7 @@ class SyncHolder:
 
         from ray_weightsync.engines.vllm_args import vllm_engine_args
 
-        ours = vllm_engine_args() | {"worker_extension_cls": support.EXTENSION}
+        ours = vllm_engine_args() | {"worker_extension_cls": EXTENSION}
         self.llm = LLM(model=model, skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16", max_model_len=256, **ours)
 
     def generate(self, prompt: list[int], num_tokens: int) -> Answer:
@@ -60,8 +61,7 @@ def own_engine(checkpoints: Any, fresh_b: dict[int, Tokens]) -> Iterator[Any]:
     handle = actor.remote(checkpoints.a)
     ray.get(handle.version.remote(), timeout=support.START_LIMIT_S)
     yield handle
-    ray.get(handle.__ray_call__.remote(lambda held: held.llm.llm_engine.engine_core.shutdown()), timeout=CALL_LIMIT_S)
-    ray.kill(handle)
+    support.kill_engine(handle)
 
 
 @pytest.fixture

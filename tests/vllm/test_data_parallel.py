@@ -14,14 +14,14 @@ import ray
 import torch
 
 import ray_weightsync as rws
-from tests.vllm import support
+from tests.vllm import holder, support
 from tests.vllm.support import CALL_LIMIT_S, NUM_TOKENS, PROMPTS, Driver, Pairs
 
 EXTENSION = "tests.vllm.data_parallel_on_cpu.Extension"
 INDICES = (0, 1)
 
 
-class Holder(support.Holder):
+class Holder(holder.Holder):
     """An engine whose requests may choose their data-parallel engine."""
 
     async def generate_at(self, index: int, prompt: list[int]) -> list[int]:
@@ -51,21 +51,27 @@ def models(vllm_ray: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[st
 
 
 @pytest.fixture(scope="module")
-def fresh_b(models: tuple[str, str]) -> list[list[list[int]]]:
-    handle = start(models[1])
-    support.started(handle)
-    try:
-        return tokens_at(handle)
-    finally:
-        support.stop_engine(handle)
+def engines(models: tuple[str, str]) -> Iterator[list[Any]]:
+    """One of each model. The one of B ends with the test that first needs its tokens."""
+    engines = [start(model) for model in models]
+    support.started(*engines)
+    yield engines
+    for handle in engines:
+        support.kill_engine(handle)
 
 
 @pytest.fixture(scope="module")
-def experts(models: tuple[str, str], fresh_b: Any) -> Iterator[Driver]:
-    handle = start(models[0])
-    support.started(handle)
-    yield Driver(handle, 1)
-    support.stop_engine(handle)
+def fresh_b(engines: list[Any]) -> list[list[list[int]]]:
+    handle = engines.pop()
+    try:
+        return tokens_at(handle)
+    finally:
+        support.kill_engine(handle)
+
+
+@pytest.fixture(scope="module")
+def experts(engines: list[Any], fresh_b: Any) -> Driver:
+    return Driver(engines[0], 1)
 
 
 @pytest.fixture(scope="module")

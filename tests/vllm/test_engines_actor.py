@@ -1,12 +1,8 @@
-"""`VLLMEngineActor` and `EngineMixin` around a real `AsyncLLM`: spawned, attached, asked while its slots are taken.
-
-Runs before the session's engines are started (by its name): no more than two engines may be alive.
-"""
+"""`VLLMEngineActor` and `EngineMixin` around a real `AsyncLLM`: spawned, attached, asked while its slots are taken."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,23 +13,16 @@ from ray_weightsync.engines.specs import VLLMEngineSpec
 from ray_weightsync.errors import AttachError
 from ray_weightsync.protocol.channel import PAUSE, RESUME, SET_VERSION
 from tests.vllm import support
+from tests.vllm.conftest import StartedFromB
 
 LIMIT_S = 60.0
-SLOTS = 2
-ARGS = {"skip_tokenizer_init": True, "enforce_eager": True, "dtype": "bfloat16", "max_model_len": 256}
+SLOTS = StartedFromB.SLOTS
 GREEDY = {"max_tokens": 20, "temperature": 0, "detokenize": False, "ignore_eos": True}
 
 
-def spec(model: str, **engine_args: Any) -> VLLMEngineSpec:
-    return VLLMEngineSpec(model, num_cpus=0, engine_args={**ARGS, **engine_args}, env=support.engine_env(1), max_concurrency=SLOTS)
-
-
-@pytest.fixture(scope="module")
-def actor(checkpoints: Any) -> Iterator[Any]:
-    (handle,) = spec(checkpoints.a).spawn(300)
-    yield handle
-    ray.get(handle.__ray_call__.remote(lambda held: held.llm.shutdown()))
-    ray.kill(handle)
+@pytest.fixture
+def actor(started_from_b: StartedFromB) -> Any:
+    return started_from_b.spawned
 
 
 def attached(handle: Any) -> Engine:
@@ -76,7 +65,8 @@ def test_control_calls_arrive_while_frozen_requests_hold_every_slot(actor: Any) 
 
 
 def test_an_engine_that_cannot_start_says_where_to_look(checkpoints: Any) -> None:
+    args = {"skip_tokenizer_init": True, "enforce_eager": True, "dtype": "bfloat16", "max_model_len": 1 << 20}
     with pytest.raises(AttachError, match="failed to start") as raised:
-        spec(checkpoints.a, max_model_len=1 << 20).spawn(300)
+        VLLMEngineSpec(checkpoints.a, num_cpus=0, engine_args=args, env=support.engine_env(1)).spawn(300)
     assert raised.value.engine_message
     assert "log" in str(raised.value)

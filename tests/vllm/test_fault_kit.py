@@ -1,6 +1,6 @@
 """The fault kit on two real engines: an actor that holds an `AsyncLLM` of two workers, and one with `EngineMixin` of one.
 
-Runs before the session's engines are started: it has engines of its own, since its last test ends one, and no more than two may be alive.
+They are the ones that told what a fresh engine of B says; the last test here ends one.
 """
 
 from __future__ import annotations
@@ -11,35 +11,24 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-import ray
 
 import ray_weightsync as rws
-from ray_weightsync.testing import FAULTY_EXTENSION, Faults
-from tests.vllm import support
+from ray_weightsync.testing import Faults
+from tests.vllm.conftest import StartedFromB
 from tests.vllm.support import CALL_LIMIT_S, Pairs, tokens_of
 
 Tokens = dict[int, list[list[int]]]
 
-ARGS = {"skip_tokenizer_init": True, "enforce_eager": True, "dtype": "bfloat16", "max_model_len": 256}
+
+@pytest.fixture(scope="module")
+def engines(started_from_b: StartedFromB, fresh_b: Tokens) -> Iterator[list[Any]]:
+    yield [started_from_b.held, started_from_b.spawned]
+    started_from_b.end()
 
 
 @pytest.fixture(scope="module")
-def engines(checkpoints: Any, fresh_b: Tokens) -> Iterator[list[Any]]:
-    held = support.start_engine(checkpoints.a, 2, extension=FAULTY_EXTENSION)
-    spec = rws.VLLMEngineSpec(
-        checkpoints.a, num_cpus=0, engine_args={**ARGS, "worker_extension_cls": FAULTY_EXTENSION}, env=support.engine_env(1)
-    )
-    (mixin,) = spec.spawn(limit_s=support.START_LIMIT_S)
-    support.started(held)
-    yield [held, mixin]
-    for handle in (held, mixin):
-        ray.get(handle.__ray_call__.remote(lambda actor: actor.llm.shutdown()), timeout=CALL_LIMIT_S)
-        ray.kill(handle)
-
-
-@pytest.fixture
 def sync(engines: list[Any]) -> Iterator[rws.WeightSync]:
-    """Both engines: r0 has two workers, r1 has one."""
+    """Both engines: r0 has two workers, r1 has one. Every test leaves them whole."""
     refs = [rws.EngineRef(engines[0], attr="llm"), engines[1]]
     with rws.WeightSync.attach(refs, on_failure=rws.FailurePolicy(auto_heal=False)) as sync:
         yield sync

@@ -18,7 +18,6 @@ import ray_weightsync as rws
 from tests.vllm import support
 from tests.vllm.conftest import Checkpoints
 from tests.vllm.native_trainer import start_trainer
-from tests.vllm.stock_trainer import kill_engine
 from tests.vllm.stream import Stream
 from tests.vllm.support import CALL_LIMIT_S, Driver
 
@@ -29,10 +28,11 @@ EXTENSION = "tests.vllm.native_backends.Extension"
 
 @dataclass
 class Native:
-    """Guarded engines, and what engines that were started from A say."""
+    """Guarded engines, what engines that were started from A say, and a trainer."""
 
     drivers: list[Driver]
     fresh_a: Tokens
+    trainer: Any
 
     def serve(self, version: str, fresh: Tokens) -> None:
         for driver in self.drivers:
@@ -42,27 +42,34 @@ class Native:
 
     @contextlib.contextmanager
     def session(self, transport: rws.Native) -> Iterator[tuple[rws.WeightSync, Any]]:
-        """A session on them, and a trainer that has joined it."""
+        """A session on them, and the trainer, which has joined it."""
         refs = [rws.EngineRef(driver.handle, attr="llm") for driver in self.drivers]
         timeouts = rws.Timeouts(health_interval_s=3600)
         with rws.WeightSync.attach(refs, transport=transport, timeouts=timeouts, on_failure=support.LEFT_FENCED) as sync:
-            trainer = start_trainer(sync.name)
+            ray.get(self.trainer.join.remote(sync.name), timeout=CALL_LIMIT_S)
             try:
-                yield sync, trainer
-                ray.get(trainer.close.remote(), timeout=CALL_LIMIT_S)
-            finally:
-                ray.kill(trainer)
+                yield sync, self.trainer
+                ray.get(self.trainer.leave.remote(), timeout=CALL_LIMIT_S)
+            except BaseException:
+                self._another_trainer()
+                raise
+
+    def _another_trainer(self) -> None:
+        ray.kill(self.trainer)
+        self.trainer = start_trainer()
 
 
 @pytest.fixture(scope="module")
 def native(checkpoints: Checkpoints, fresh_b: Tokens) -> Iterator[Native]:
     handles = {tp: support.start_engine(checkpoints.a, tp, extension=EXTENSION) for tp in (1, 2)}
+    trainer = start_trainer()
     support.started(*handles.values())
     drivers = [Driver(handle, tp) for tp, handle in handles.items()]
-    native = Native(drivers, {driver.world_size: driver.tokens() for driver in drivers})
+    native = Native(drivers, {driver.world_size: driver.tokens() for driver in drivers}, trainer)
     yield native
+    ray.kill(native.trainer)
     for driver in native.drivers:
-        support.stop_engine(driver.handle)
+        support.kill_engine(driver.handle)
 
 
 def send(trainer: Any, checkpoint: str, version: str, **options: Any) -> rws.SyncReport:
@@ -132,7 +139,7 @@ def test_an_engine_that_is_killed_in_the_middle_of_an_update_keeps_nobody_else_f
         send(trainer, checkpoints.a, "before")
         sending = trainer.send.remote(checkpoints.b, "b", 2 * 7 + 1)
         assert ray.get(trainer.wait_stopped.remote(), timeout=CALL_LIMIT_S)
-        kill_engine(native.drivers.pop(1).handle)
+        support.kill_engine(native.drivers.pop(1).handle)
         ray.get(trainer.go_on.remote(), timeout=CALL_LIMIT_S)
         with pytest.raises(rws.ReplicasLost) as caught:
             ray.get(sending, timeout=CALL_LIMIT_S)

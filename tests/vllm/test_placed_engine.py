@@ -40,4 +40,4 @@ def test_an_engine_with_two_workers_starts_in_its_place_and_takes_a_new_version(
             sampling = {"max_tokens": 4, "temperature": 0, "detokenize": False, "ignore_eos": True}
             answer = ray.get(engine.generate.remote([1, 2, 3], sampling), timeout=LIMIT_S)
             assert answer["outputs"][0]["weight_versions"] == [(version, 0, 4)]
-            ray.get(engine.__ray_call__.remote(lambda held: held.llm.shutdown()), timeout=LIMIT_S)
+            support.kill_engine(engine)

@@ -18,7 +18,7 @@ from ray_weightsync.transports.collective.stock_format import StockFormat, updat
 from ray_weightsync.transports.collective.stock_meeting import takes_unique_id
 from tests.vllm import support
 from tests.vllm.conftest import Checkpoints
-from tests.vllm.stock_trainer import kill_engine, start_stock_engine, start_trainer
+from tests.vllm.stock_trainer import start_stock_engine, start_trainer
 
 Tokens = dict[int, list[list[int]]]
 
@@ -82,7 +82,7 @@ def stock(checkpoints: Checkpoints, fresh_b: Tokens) -> Iterator[Stock]:
     yield stock
     if stock.alive:
         for engine in engines.values():
-            support.stop_engine(engine)
+            support.kill_engine(engine)
     ray.kill(trainer)
 
 
@@ -146,22 +146,22 @@ def test_a_source_that_fails_leaves_no_engine_waiting_and_the_next_transfer_in_t
 def test_an_engine_that_is_killed_inside_the_broadcast_is_an_error_at_the_deadline_and_the_other_one_has_to_be_killed_too(
     stock: Stock, checkpoints: Checkpoints
 ) -> None:
-    limit_s = 10.0
+    limit_s = 5.0
     stock.join(PACKED)
     stock.alive = False
     receiving = stock.begin(checkpoints.b)
     began = time.monotonic()
     sending = stock.trainer.send_and_wait.remote(checkpoints.b, 7, limit_s)
     assert stock.told([stock.trainer.wait_reached.remote()]) == [True]
-    kill_engine(stock.engines["r1"])
+    support.kill_engine(stock.engines["r1"])
     stock.told([stock.trainer.release.remote()])
-    with pytest.raises(TimeoutError, match=r"waited 10\.0 s for the slowest receiver; \d+ of \d+ bytes were sent"):
+    with pytest.raises(TimeoutError, match=r"waited 5\.0 s for the slowest receiver; \d+ of \d+ bytes were sent"):
         stock.told([sending])
     assert time.monotonic() - began < 3 * limit_s
-    with pytest.raises(ValueError, match=r"this group is lost \(waited 10\.0 s .* kill the engines that are stuck in it"):
+    with pytest.raises(ValueError, match=r"this group is lost \(waited 5\.0 s .* kill the engines that are stuck in it"):
         stock.told([stock.trainer.send.remote(checkpoints.b, limit_s)])
     assert ray.wait(receiving[:1], timeout=0)[0] == []  # nothing in a stock engine ends its waiting
-    kill_engine(stock.engines["r0"])
+    support.kill_engine(stock.engines["r0"])
     for each in receiving:
         with pytest.raises(ray.exceptions.RayActorError):
             ray.get(each, timeout=support.CALL_LIMIT_S)

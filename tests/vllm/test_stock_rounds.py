@@ -13,12 +13,11 @@ import ray
 import ray_weightsync as rws
 from tests.vllm import stock_session, support
 from tests.vllm.conftest import Checkpoints
-from tests.vllm.stock_trainer import kill_engine
 from tests.vllm.stream import Stream
 
 Tokens = dict[int, list[list[int]]]
 
-UPDATE_S = 10.0
+UPDATE_S = 5.0
 
 COLLECTIVE = rws.Collective(bucket_bytes=1 << 19, interface="lo")
 VLLMS_OWN = rws.Native("nccl", options={"packed_buffer_size_bytes": 1 << 19})
@@ -56,7 +55,7 @@ def stock(checkpoints: Checkpoints, fresh_b: Tokens) -> Iterator[Stock]:
     yield Stock(one, two, trainer, checkpoints, {"a": fresh_a, "b": fresh_b})
     for engine in (one, two):
         with contextlib.suppress(ray.exceptions.RayActorError):  # the last test kills one
-            support.stop_engine(engine.handle)
+            support.kill_engine(engine.handle)
     ray.kill(trainer)
 
 
@@ -139,7 +138,7 @@ def test_an_engine_that_is_killed_midway_leaves_the_others_stuck_and_an_error_at
     with pytest.raises(rws.FleetTorn, match="nothing ends a wait in a group of vLLM's own nccl; kill the engine") as caught:
         stock.told("send_and_kill", stock.checkpoints.b, "torn", victim.handle)
     assert caught.value.replicas == ("r0", "r1")
-    kill_engine(stock.one.handle)
+    support.kill_engine(stock.one.handle)
     with pytest.raises(rws.FleetTorn, match="No replica serves"):
         stock.send("b", "after")
     assert stock.told("status").serving == ()

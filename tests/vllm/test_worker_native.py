@@ -84,7 +84,7 @@ def drivers(checkpoints: Checkpoints, fresh_b: Tokens) -> Iterator[dict[int, Nat
     support.started(*handles.values())
     yield {tp: NativeDriver(handle, tp) for tp, handle in handles.items()}
     for handle in handles.values():
-        support.stop_engine(handle)
+        support.kill_engine(handle)
 
 
 @pytest.fixture(scope="module")

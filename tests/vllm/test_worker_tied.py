@@ -10,7 +10,7 @@ import torch
 
 import ray_weightsync as rws
 from tests.vllm.conftest import Checkpoints
-from tests.vllm.support import LEFT_FENCED, Driver, Pairs, Stage, checkpoint, plan_of, start_engine, started, stop_engine, tokens_of
+from tests.vllm.support import LEFT_FENCED, Driver, Pairs, Stage, checkpoint, kill_engine, plan_of, start_engine, started, tokens_of
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -30,9 +30,9 @@ def tied(checkpoints: Checkpoints) -> Iterator[Tied]:
         started(fresh, handle)
         tokens = tokens_of(fresh)
     finally:
-        stop_engine(fresh)
+        kill_engine(fresh)
     yield Tied(Driver(handle, 1), tokens)
-    stop_engine(handle)
+    kill_engine(handle)
 
 
 @pytest.mark.parametrize(("sent", "missing"), [(EMBED, HEAD), (HEAD, EMBED)])

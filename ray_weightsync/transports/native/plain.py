@@ -6,29 +6,40 @@ reaches it (``VLLM_ALLOW_INSECURE_SERIALIZATION=1``). Only the names below can b
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
-
-import torch
 
 NAMED = "rws.torch"
 """The only key of a mapping that stands for one of torch's dtypes or classes."""
 
-_CLASSES: dict[str, type] = {
-    "Tensor": torch.Tensor,
-    "nn.Parameter": torch.nn.Parameter,
-    "TypedStorage": torch.storage.TypedStorage,
-    "UntypedStorage": torch.UntypedStorage,
-}
-_DTYPES = {str(each).removeprefix("torch."): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
-_MEANT: dict[str, Any] = {**_DTYPES, **_CLASSES}
-_NAMES = {meant: name for name, meant in _MEANT.items()}
+
+@cache
+def _meant() -> dict[str, Any]:
+    import torch
+
+    classes: dict[str, Any] = {
+        "Tensor": torch.Tensor,
+        "nn.Parameter": torch.nn.Parameter,
+        "TypedStorage": torch.storage.TypedStorage,
+        "UntypedStorage": torch.UntypedStorage,
+    }
+    return {str(each).removeprefix("torch."): each for each in vars(torch).values() if isinstance(each, torch.dtype)} | classes
+
+
+@cache
+def _names() -> dict[Any, str]:
+    return {meant: name for name, meant in _meant().items()}
 
 
 def to_plain(value: Any) -> Any:
     """``value`` with its dtypes and classes of torch named, and its tuples as lists. What else there is stays."""
-    if isinstance(value, torch.dtype | type) and value in _NAMES:
-        return {NAMED: _NAMES[value]}
+    if "torch" in sys.modules:  # otherwise there is nothing of it in the value, and a coordinator would import it for nothing
+        import torch
+
+        if isinstance(value, torch.dtype | type) and value in _names():
+            return {NAMED: _names()[value]}
     if isinstance(value, Mapping):
         return {key: to_plain(each) for key, each in value.items()}
     return [to_plain(each) for each in value] if isinstance(value, list | tuple) else value
@@ -43,7 +54,7 @@ def from_plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         if value.keys() != {NAMED}:
             return {key: from_plain(each) for key, each in value.items()}
-        if value[NAMED] not in _MEANT:
+        if value[NAMED] not in _meant():
             raise ValueError(f"{value[NAMED]!r} is none of the dtypes and classes of torch that an update may name")
-        return _MEANT[value[NAMED]]
+        return _meant()[value[NAMED]]
     return [from_plain(each) for each in value] if isinstance(value, list | tuple) else value

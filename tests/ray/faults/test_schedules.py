@@ -13,7 +13,7 @@ from tests.ray.faults.schedules import Counts, Schedule, run, schedules
 
 SEED = int(os.environ.get("RWS_SEED", "20261129"))
 COUNT = 200
-FLEETS = 2
+FLEETS = 4
 
 
 @pytest.mark.timeout(1200)

@@ -10,9 +10,9 @@ import ray
 import ray_weightsync as rws
 from ray_weightsync.engines.facts import CONTROL_GROUP
 from ray_weightsync.engines.torch_engine import TorchEngineActor
-from tests.ray.session.conftest import LIMIT_S, Fleet, engine_pool, start_fleet
+from tests.ray.session.conftest import LIMIT_S, Fleet, start_fleet
 
-__all__ = ["engine_pool", "start_fleet"]
+__all__ = ["start_fleet"]
 
 QUICK = rws.Timeouts(health_interval_s=0.2)
 HEALS = rws.FailurePolicy()

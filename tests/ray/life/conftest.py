@@ -10,9 +10,9 @@ import torch
 
 from ray_weightsync.engines.torch_gate import RequestAbortedError
 from ray_weightsync.fleet import cluster
-from tests.ray.session.conftest import LIMIT_S, engine_pool, start_fleet
+from tests.ray.session.conftest import LIMIT_S, start_fleet
 
-__all__ = ["Traffic", "engine_pool", "left_of", "start_fleet", "store_files"]
+__all__ = ["Traffic", "left_of", "start_fleet", "store_files"]
 
 
 def store_files(name: str) -> list[str]:

@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -18,20 +19,21 @@ import torch
 
 import ray_weightsync as rws
 from ray_weightsync.fleet.actor import find_coordinator
+from tests.ray.conftest import POOL
 from tests.ray.life.conftest import Traffic, left_of, store_files
-from tests.ray.session.conftest import LIMIT_S, make_module
+from tests.ray.session.conftest import LIMIT_S, make_module, reset
 
 ROOT = Path(__file__).parents[3]
 WITHIN_S = 15.0
 
 
 class Driver:
-    """A program that owns a session on two engines."""
+    """A program that owns a session on two engines of the pool."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, engine_pool: list[Any]) -> None:
         self.name = f"driven-{uuid.uuid4().hex[:8]}"
-        self.ids = [f"{self.name}-e{index}" for index in range(2)]
-        self.engines = [rws.TorchEngine.options(name=each).remote(make_module) for each in self.ids]
+        self.ids = list(POOL[:2])
+        self.engines = engine_pool[:2]
         address = ray.get_runtime_context().gcs_address
         command = [sys.executable, "-m", "tests.ray.life.driver", address, self.name, ",".join(self.ids), what]
         self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
@@ -65,16 +67,15 @@ class Driver:
         self._reader.join(LIMIT_S)
         assert self.process.stdout is not None
         self.process.stdout.close()
-        for engine in self.engines:
-            ray.kill(engine)
+        reset(self.engines)
 
 
 @pytest.fixture
-def start_driver(ray_cluster: str) -> Iterator[Callable[[str], Driver]]:
+def start_driver(engine_pool: list[Any]) -> Iterator[Callable[[str], Driver]]:
     drivers: list[Driver] = []
 
     def start(what: str) -> Driver:
-        drivers.append(Driver(what))
+        drivers.append(Driver(what, engine_pool))
         drivers[-1].wait_for("REACHED")
         return drivers[-1]
 

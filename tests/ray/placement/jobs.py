@@ -1,19 +1,23 @@
-"""What the tests here have done in a driver of the raylets. Plain values come back."""
+"""What the tests here have done in a driver of the raylets. Plain values come back.
+
+Every actor that tells where it is imports this module: what only the driver needs is imported there.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
-import torch
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import ray_weightsync as rws
-from tests.ray.killing import until_dead
+
+if TYPE_CHECKING:
+    import torch
 
 LIMIT_S = 60.0
 
@@ -119,6 +123,8 @@ def begin_losing_a_node(node_id: str, size: int) -> tuple[str, ...]:
 
 
 def no_place_is_vacant() -> str:
+    from tests.ray.killing import until_dead
+
     for actor in STARTED:
         until_dead(actor)
     STARTED.clear()
@@ -138,6 +144,8 @@ def go_on_where_ray_put_it() -> tuple[dict[str, Any], dict[str, Any], list[dict[
 
 
 def make_module() -> torch.nn.Module:
+    import torch
+
     return torch.nn.Linear(4, 2)
 
 

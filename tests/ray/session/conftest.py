@@ -44,13 +44,11 @@ class Fleet:
         return all(torch.equal(output, expected) for output in self.outputs(inputs))
 
 
-@pytest.fixture(scope="session")
-def engine_pool(ray_cluster: str) -> Iterator[list[Any]]:
-    """Three engines for all tests that leave engines whole: a fresh process takes seconds to import torch."""
-    engines = [rws.TorchEngine.remote(make_module) for _ in range(3)]
-    yield engines
+def reset(engines: list[Any]) -> None:
+    """No update open, running, labelled as engines that were just started."""
     for engine in engines:
-        ray.kill(engine)
+        ray.get(engine.__ray_call__.remote(lambda actor: actor._gate.update_open and actor.finish_weight_update()), timeout=LIMIT_S)
+        ray.get([engine.resume_generation.remote(), engine.update_weight_version.remote("default")], timeout=LIMIT_S)
 
 
 @pytest.fixture
@@ -79,6 +77,4 @@ def start_fleet(engine_pool: list[Any]) -> Iterator[Callable[..., Fleet]]:
         session.close()
     for engine in started:
         ray.kill(engine)
-    for engine in engine_pool:
-        ray.get(engine.__ray_call__.remote(lambda actor: actor._gate.update_open and actor.finish_weight_update()), timeout=LIMIT_S)
-        ray.get([engine.resume_generation.remote(), engine.update_weight_version.remote("default")], timeout=LIMIT_S)
+    reset(engine_pool)

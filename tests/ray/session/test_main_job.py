@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +29,14 @@ def test_every_engine_serves_the_trainers_weights_under_the_version(start_fleet:
         assert report.version == version
         assert report.committed == ("r0", "r1", "r2")
         assert report.weights_digest == rws.weights_digest(module)
+
+
+def test_a_coordinator_brings_a_version_without_importing_torch(start_fleet: StartFleet) -> None:
+    """A second of every attach, and of the time until a successor is there."""
+    fleet = start_fleet(1)
+    fleet.sync.send_weights(make_module(), version=1)
+    imported = fleet.sync.coordinator.__ray_call__.remote(lambda actor: "torch" in sys.modules)
+    assert not ray.get(imported, timeout=LIMIT_S)
 
 
 def test_overlapped_rounds_give_the_same_weights(start_fleet: StartFleet) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import tempfile
 
-from tests.ray.session.conftest import engine_pool as engine_pool
 from tests.ray.session.conftest import start_fleet as start_fleet
 
 

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ray_weightsync.errors import ConfigError
+from ray_weightsync.weights.dtype_names import ITEMSIZES, itemsize
 from ray_weightsync.weights.dtypes import DTYPES, dtype_name
 from ray_weightsync.weights.plan import ALIGN, ParamMeta, Plan, Segment
 
@@ -213,6 +214,11 @@ def test_every_dtype_of_this_torch_but_the_quantised_has_a_name() -> None:
     assert set(DTYPES.values()) == everything - refused
     assert {"bool", "complex32", "float8_e8m0fnu", "uint64"} <= set(DTYPES)
     assert dtype_name(torch.half) == "float16"
+
+
+def test_what_is_told_of_dtypes_without_torch_is_torchs() -> None:
+    assert {name: DTYPES[name].itemsize for name in ITEMSIZES} == ITEMSIZES
+    assert {itemsize(name) for name in ("float8_e8m0fnu", "bits16", "qint8", "nothing")} == {1, 2, None}
 
 
 def test_37000_tensors_travel_in_a_few_columns() -> None:
