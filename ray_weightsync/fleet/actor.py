@@ -19,6 +19,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayTaskError
 
+from ray_weightsync.config import Native
 from ray_weightsync.engines.ref import EngineRef
 from ray_weightsync.engines.resolve import Engine, resolve, resolve_all
 from ray_weightsync.errors import AttachError, ConfigError, SessionConflict, WeightSyncError
@@ -156,7 +157,7 @@ class _CoordinatorActor:
 
     async def open_snapshot(self, opening: Opening) -> Ticket | None:
         """None asks for the plan itself."""
-        if isinstance(offer, Native):
+        if isinstance(opening.offer, Native):
             # Its payloads may hold what is torch's, which is imported now, and not while engines are paused and the first one is unpickled.
             await in_daemon_thread(partial(import_module, "torch"))
         try:

@@ -102,23 +102,17 @@ def _located(groups: Sequence[PlacementGroup], wanted: Sequence[BundleGroup], be
         told = ray.get(list(asked.values()), timeout=max(began + limit_s - time.monotonic(), 0.0))
     except RayError as error:
         late = isinstance(error, GetTimeoutError)
-        problem = "its nodes did not tell in time which GPUs it has" if late else "one of its nodes did not tell which GPUs it has"
+        problem = "its nodes did not tell in time which GPUs it has" if late else "one of its nodes cannot tell which GPUs it has"
+        hint = "starting a process on each node takes seconds: wait longer (timeout_s), or look into the nodes' logs"
+        if not late:
+            hint = "a process of this job cannot run there: mend its runtime environment; if the node was lost, reserve again"
         raise AttachError(
             f"The placement was reserved, and {problem}. Nothing stays reserved.",
             phase=PHASE,
             elapsed_s=time.monotonic() - began,
             limit_s=limit_s,
             engine_message=None if late else str(error),
-            hint="starting a process on each node takes seconds: wait longer (timeout_s), or look into the nodes' logs",
-        ) from error
-    except RayError as error:
-        raise AttachError(
-            "The placement was reserved, and one of its nodes cannot tell which GPUs it has. Nothing stays reserved.",
-            phase=PHASE,
-            elapsed_s=time.monotonic() - began,
-            limit_s=limit_s,
-            engine_message=str(error),
-            hint="a process of this job cannot run there: mend its runtime environment; if the node was lost, reserve again",
+            hint=hint,
         ) from error
     gpus = dict(zip(asked, told, strict=True))
     return [

@@ -12,7 +12,8 @@ from ray_weightsync.engines.facts import DeviceFacts
 from ray_weightsync.fleet.choosing import GPU, SenderFacts
 from ray_weightsync.weights.placed import device_of
 from ray_weightsync.weights.sources import WeightSource
-from ray_weightsync.worker.device import has_nccl, is_installed, told_device
+from ray_weightsync.worker.device import has_nccl, told_device
+from ray_weightsync.worker.identity import is_installed
 
 CPU = DeviceFacts("cpu")
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import logging
 from functools import cache
 from typing import Any
 
 import torch
+
+from ray_weightsync.worker.identity import is_installed
 
 logger = logging.getLogger(__name__)
 
@@ -49,14 +50,6 @@ def has_nccl() -> bool:
         why = f"{type(error).__name__}: {error}"
     logger.warning("nccl4py is installed here and cannot be used, so nothing is broadcast from or to this GPU: %s", why)
     return False
-
-
-def is_installed(module: str) -> bool:
-    """Whether a module can be found. It is not imported, but the packages that it lies in are."""
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # one of those is missing
-        return False
 
 
 def _uuid(device: torch.device) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import socket
 import sys
 from collections.abc import Sequence
@@ -16,6 +17,14 @@ def package_version() -> str:
     from ray_weightsync import __version__  # here, as the package's own module imports much of the package
 
     return __version__
+
+
+def is_installed(module: str) -> bool:
+    """Whether a module can be found. It is not imported, but the packages that it lies in are."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # one of those is missing
+        return False
 
 
 def node_ip() -> str:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from ray_weightsync import follower as module
 from ray_weightsync.config import Timeouts
 from ray_weightsync.errors import ConfigError, WeightSyncError
 from ray_weightsync.follower import Follower, changes, nothing_known, settled
@@ -148,12 +147,11 @@ def test_all_means_everyone_who_is_not_retired_and_never_nobody() -> None:
     assert serving_enough(fleet(waiting, replica("r2")), 1) == (replica("r2"),)
 
 
-def test_whoever_waits_for_news_is_told_when_they_end_for_a_reason_that_nobody_foresaw(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whoever_waits_for_news_is_told_when_they_end_for_a_reason_that_nobody_foresaw() -> None:
     def broken(*args: object) -> None:
         raise RuntimeError("the process is running out of threads")
 
-    monkeypatch.setattr(module.ray, "is_initialized", lambda: True)
-    follower = Follower(SimpleNamespace(name="f", submit=broken), fleet(), timeouts=Timeouts())  # type: ignore[arg-type]
+    follower = Follower(SimpleNamespace(name="f", connected=True, submit=broken), fleet(), timeouts=Timeouts())  # type: ignore[arg-type]
     events = follower.events(timeout_s=10)
     next(events)
     with pytest.raises(WeightSyncError, match="running out of threads"):

@@ -21,7 +21,7 @@ from ray_weightsync.transports.native.source import RoundSource
 from ray_weightsync.weights.digest import weights_digest
 from ray_weightsync.weights.plan import Plan
 from ray_weightsync.weights.sources import StateDictSource
-from ray_weightsync.worker.device import is_installed
+from ray_weightsync.worker.identity import is_installed
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's own imports

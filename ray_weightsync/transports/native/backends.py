@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ray_weightsync.worker.device import is_installed
+from ray_weightsync.worker.identity import is_installed
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -119,7 +119,7 @@ ANOTHER = "name a memory-backed directory that is there on each node: transport=
             ANOTHER,
         ),
         (SlotError("names the environment variable NO_SUCH"), ANOTHER),
-        (TimeoutError("no answer"), "call again: a store that has died or hangs is started anew"),
+        (TimeoutError("no answer"), "call again: a store that has died is started anew"),
     ],
     ids=lambda value: type(value).__name__,
 )

@@ -60,7 +60,7 @@ class TestGrowing:
         monkeypatch.setattr(groups, "placement_group_table", lambda group: {"bundles_to_node_id": {0: "a"}})
         monkeypatch.setattr(groups, "_ask_gpus", lambda *args: object())
         monkeypatch.setattr(groups.ray, "get", lost)
-        with pytest.raises(rws.AttachError, match="one of its nodes did not tell which GPUs") as caught:
+        with pytest.raises(rws.AttachError, match="one of its nodes cannot tell which GPUs") as caught:
             groups.reserve_groups(ONE_ENGINE, limit_s=60, may_grow=False)
         assert caught.value.engine_message == "node a is gone"
         assert cluster.removed

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from ray_weightsync.worker.device import has_nccl, is_installed, told_device
+from ray_weightsync.worker.device import has_nccl, told_device
+from ray_weightsync.worker.identity import is_installed
 from ray_weightsync.worker.seams import SoleRank
 from ray_weightsync.worker.updates import WorkerUpdates
 
