@@ -53,9 +53,17 @@ def spread(
             f"these are data-parallel engines of more than one deployment, or not all of one ({told}), whose ranks cannot be told",
             hint="give each its own init_info with PerReplica",
         )
-    if several:
-        return [dict(init_info) for _ in labels]
     offset = first = init_info["rank_offset"]
+    if several:
+        # Of a mixture of experts each engine says how many workers all of them have, of a dense model how many it has itself.
+        possible = sorted({first + max(world_sizes), first + sum(world_sizes)})
+        if init_info["world_size"] not in possible:
+            raise ConfigError(
+                f"the trainer says world_size={init_info['world_size']}, and with {first} ranks before this deployment's workers there are "
+                f"{' or '.join(map(str, possible))}: joining would never end",
+                hint="make the trainer engine with the world_size of all its workers",
+            )
+        return [dict(init_info) for _ in labels]
     spread_out = []
     for size in world_sizes:
         spread_out.append({**init_info, "rank_offset": offset})

@@ -33,6 +33,12 @@ def test_independent_engines_workers_have_the_ranks_after_the_trainers_each_one_
 
 def test_data_parallel_engines_of_one_deployment_share_an_offset() -> None:
     assert spread_over([4, 4], [1, 0], info(5)) == [info(5)] * 2
+    assert spread_over([2, 2], [1, 0], info(5)) == [info(5)] * 2  # of a dense model each tells its own workers alone
+
+
+def test_a_world_size_that_no_such_deployment_has_is_refused_because_joining_would_never_end() -> None:
+    with pytest.raises(ConfigError, match=r"world_size=4, .* there are 5 or 9: joining would never end"):
+        spread_over([4, 4], [1, 0], info(4))
 
 
 @pytest.mark.parametrize("indices", [[0, 0, 1], [1, 2, 2], [0, 1, 1]])
