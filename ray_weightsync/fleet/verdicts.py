@@ -36,7 +36,8 @@ def verdict(
     names = ", ".join(replica.id for replica in lost)
     if not serving:
         return FleetTorn(
-            f"No replica serves: version {report.version} was proved on none. Fenced, with a label that starts with '!rws:': {names}.",
+            f"No replica serves: version {report.version} was proved on none. Fenced: {names}; those that can be reached are paused, with "
+            "a label that starts with '!rws:'.",
             hint="none may serve until healed: mend or replace the engines, then send_weights again (a complete round makes one whole)",
             **fields,  # type: ignore[arg-type]
         )

@@ -198,14 +198,14 @@ class Relaying(LiveSending):
 
     def _send(self, round_id: str, members: NativeMembers, source: WeightSource, plan: Plan, kept: Kept | None) -> Packed:
         limit_s = self._timeouts.round_s(plan.num_bytes)
-        driven = self._engines.take(members.key)
-        driven.begin(round_id, source, plan, limit_s)
         over: Future[Packed] = Future()
         self._watch_for(
             round_id,
             lambda why: settle(over, RoundAborted("The engines do not go on with this round.", phase="update", engine_message=why)),
             lambda error: settle(over, CoordinatorLost(str(error))),
         )
+        driven = self._engines.take(members.key)  # not before: from here on it is this call's to end
+        driven.begin(round_id, source, plan, limit_s)
         threading.Thread(target=driven.run, args=(members, over), name="rws-native-send", daemon=True).start()
         try:
             packed = over.result(limit_s)

@@ -37,6 +37,7 @@ MAX_STORE_BYTES = 64 << 20
 
 _CHUNK_BYTES = 1 << 16
 _END_S = 10.0
+_FULL_S = 0.1
 _MAX_WAIT_S = 1e9
 _MAX_SELECT_S = 3600.0
 
@@ -127,6 +128,10 @@ class _Serving:
         try:
             accepted, _ = self._listening.accept()
         except (BlockingIOError, ConnectionError):  # it has gone away meanwhile
+            return
+        except OSError as error:  # such as no file descriptor left: whoever is in already is served on, and this one is taken in later
+            logger.warning("the store of a group cannot take a connection in yet: %s", error)
+            time.sleep(_FULL_S)
             return
         accepted.setblocking(False)
         accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import socket
 import struct
@@ -360,3 +361,25 @@ def test_gloo_meets_through_it_as_bytes_and_within_gloos_own_limit(served: Serve
         one.wait(["0/0", "0/1"], timedelta(seconds=0.1))
     for rank in ranks:
         rank.close()
+
+
+def test_a_process_that_has_no_file_descriptor_left_serves_those_who_are_in_and_takes_the_others_in_later() -> None:
+    class Full(socket.socket):
+        """Refuses once to take a connection in."""
+
+        refusals = iter([OSError(errno.EMFILE, "Too many open files")])
+
+        def accept(self) -> Any:
+            if (refusal := next(self.refusals, None)) is not None:
+                raise refusal
+            return super().accept()
+
+    listening = Full(fileno=socket.create_server(("127.0.0.1", 0)).detach())
+    port = listening.getsockname()[1]
+    server = StoreServer(listening, NONCE)
+    try:
+        with StoreClient("127.0.0.1", port, NONCE, LIMIT_S) as client:
+            client.set("key", b"value", limit_s=LIMIT_S)
+            assert client.values(["key"], limit_s=LIMIT_S) == {"key": b"value"}
+    finally:
+        server.close()

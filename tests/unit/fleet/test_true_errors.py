@@ -49,6 +49,18 @@ class TestNobodyServes:
 
         run(story)
 
+    def test_when_one_died_in_the_update_it_is_not_said_to_carry_a_mark(self) -> None:
+        async def story() -> None:
+            fleet = await FakeFleet(2).attach()
+            await fleet.send("v1")
+            fleet.engines[0].faults["update"], fleet.engines[1].faults["update"] = "die", "raise"
+            told = await says_that_nobody_serves(fleet, fleet.send("v2"))
+            assert "Fenced: r0, r1; those that can be reached are paused, with a label that starts with '!rws:'" in told
+            assert fleet.engines[0].dead
+            assert (fleet.engines[1].paused, fleet.engines[1].version[:5]) == (True, "!rws:")
+
+        run(story)
+
     def test_when_a_torn_fleet_cannot_be_paused(self) -> None:
         async def story() -> None:
             fleet = await torn()

@@ -43,10 +43,10 @@ class Unwatched(Relaying):
         """Nobody is lost."""
 
 
-def sending(engines: NativeEngines) -> None:
+def sending(engines: NativeEngines, *, by: type[Relaying] = Unwatched) -> None:
     source = StateDictSource({"a": torch.ones(2)})
     link: Any = None
-    Unwatched(link, Native("ipc"), Timeouts(), engines)._send("round", Members, source, Plan.from_metadata(source.metadata()), None)
+    by(link, Native("ipc"), Timeouts(), engines)._send("round", Members, source, Plan.from_metadata(source.metadata()), None)
 
 
 def test_one_that_sends_while_its_sender_is_closed() -> None:
@@ -60,6 +60,21 @@ def test_one_that_sends_while_its_sender_is_closed() -> None:
     link: Any = None
     engines = NativeEngines(link, lambda *args: made.append(Closed(*args)) or made[-1])  # type: ignore[func-returns-value]
     sending(engines)
+    assert made[0].over.wait(30)
+
+
+def test_one_that_is_kept_when_the_next_round_cannot_begin() -> None:
+    class Unwatchable(Relaying):
+        def _watch_for(self, *args: Any, **kwargs: Any) -> None:
+            raise RuntimeError("the coordinator cannot be called")
+
+    made: list[Engine] = []
+    link: Any = None
+    engines = NativeEngines(link, lambda *args: made.append(Engine(*args)) or made[-1])  # type: ignore[func-returns-value]
+    sending(engines)
+    with pytest.raises(RuntimeError, match="cannot be called"):
+        sending(engines, by=Unwatchable)
+    engines.close()
     assert made[0].over.wait(30)
 
 
