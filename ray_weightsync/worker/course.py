@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from ray_weightsync.weights.plan import Plan
 from ray_weightsync.worker import payload
-from ray_weightsync.worker.receiver import Received, Receiver
+from ray_weightsync.worker.receiver import Grouped, Received, Receiver
 from ray_weightsync.worker.seams import ModelLoader
 
 
@@ -91,14 +91,22 @@ class ByReceivers:
         model: The way into this worker's model.
         receivers: By their transport's name on the wire.
         record: Runs a step, under a name; what it raises is recorded, so that it hides no other failure.
+        plan_of: A plan that is known here, by its digest.
     """
 
     many_updates = False
 
-    def __init__(self, model: ModelLoader, receivers: Mapping[str, Receiver], record: Callable[[str, Callable[[], None]], None]) -> None:
+    def __init__(
+        self,
+        model: ModelLoader,
+        receivers: Mapping[str, Receiver],
+        record: Callable[[str, Callable[[], None]], None],
+        plan_of: Callable[[str], Plan],
+    ) -> None:
         self._model = model
         self._receivers = receivers
         self._record = record
+        self._plan_of = plan_of
 
     def start(self) -> None:
         """See `ModelLoader`."""
@@ -121,7 +129,10 @@ class ByReceivers:
             self._record("closing the delivery", delivery.close)
 
     def drop(self, info: Mapping[str, Any]) -> None:
-        """Nothing: nothing is opened for a model that is not ready for it."""
+        """See `Course`. Where nobody waits for this worker nothing is opened."""
+        receiver = receiver_of(self._receivers, info)
+        if isinstance(receiver, Grouped):
+            receiver.drain(self._plan_of(payload.text(info, "plan")), info)
 
     def finish(self) -> None:
         """See `ModelLoader`."""
