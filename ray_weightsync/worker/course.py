@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from ray_weightsync.weights.plan import Plan
 from ray_weightsync.worker import payload
-from ray_weightsync.worker.receiver import Received, Receiver
+from ray_weightsync.worker.receiver import Grouped, Received, Receiver
 from ray_weightsync.worker.seams import ModelLoader
 
 
@@ -91,17 +91,27 @@ class ByReceivers:
         model: The way into this worker's model.
         receivers: By their transport's name on the wire.
         record: Runs a step, under a name; what it raises is recorded, so that it hides no other failure.
+        plan_of: A plan that is known here, by its digest.
     """
 
     many_updates = False
 
-    def __init__(self, model: ModelLoader, receivers: Mapping[str, Receiver], record: Callable[[str, Callable[[], None]], None]) -> None:
+    def __init__(
+        self,
+        model: ModelLoader,
+        receivers: Mapping[str, Receiver],
+        record: Callable[[str, Callable[[], None]], None],
+        plan_of: Callable[[str], Plan],
+    ) -> None:
         self._model = model
         self._receivers = receivers
         self._record = record
+        self._plan_of = plan_of
+        self._asked = False
 
     def start(self) -> None:
         """See `ModelLoader`."""
+        self._asked = False
         self._model.start()
 
     def update(self, plan: Plan, info: Mapping[str, Any]) -> Received:
@@ -110,6 +120,7 @@ class ByReceivers:
         Raises:
             ValueError: if the transport is not known, or the plan is partial: a reload leaves nothing of a model as it is.
         """
+        self._asked = True
         receiver = receiver_of(self._receivers, info)
         if plan.partial:
             raise ValueError(f"plan {plan.digest} is partial; it can only be brought by a backend that patches a model in place")
@@ -121,7 +132,11 @@ class ByReceivers:
             self._record("closing the delivery", delivery.close)
 
     def drop(self, info: Mapping[str, Any]) -> None:
-        """Nothing: nothing is opened for a model that is not ready for it."""
+        """See `Course`. Where nobody waits for this worker nothing is opened, nor for a second update: a group is joined once."""
+        again, self._asked = self._asked, True
+        receiver = receiver_of(self._receivers, info)
+        if isinstance(receiver, Grouped) and not again:
+            receiver.drain(self._plan_of(payload.text(info, "plan")), info)
 
     def finish(self) -> None:
         """See `ModelLoader`."""

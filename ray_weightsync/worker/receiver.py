@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -64,5 +64,18 @@ class Receiver(Protocol):
 
         Raises:
             OSError, ValueError: if it is not there, not ours, not sealed or not of this plan.
+        """
+        ...
+
+
+@runtime_checkable
+class Grouped(Protocol):
+    """A `Receiver` without which the others of its round cannot receive."""
+
+    def drain(self, plan: Plan, update: Mapping[str, Any]) -> None:
+        """Take part in what an ``update_weights`` payload names for the others' sake, and keep nothing of it.
+
+        Raises:
+            OSError, ValueError: as of `Receiver.open`.
         """
         ...

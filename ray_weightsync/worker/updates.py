@@ -74,7 +74,7 @@ class WorkerUpdates:
         self._device = told_device(device)
         self._nccl = device.type == "cuda" and has_nccl()
         self._plans = WorkerPlans(model)
-        self._ours = ByReceivers(model, self._receivers, self._record)
+        self._ours = ByReceivers(model, self._receivers, self._record, self._plans.use)
         self._course: Course = self._ours
         self._prepared: Chosen | None = None
         self._chosen: Chosen | None = None
@@ -185,7 +185,7 @@ class WorkerUpdates:
         session.updates += 1
         if session.updates > 1 and not self._course.many_updates:
             session.failures.append("update_weights came twice in one session")
-        # Nothing is loaded into a model that is not ready for it; finish flushes.
+        # Nothing is loaded into a model that is not ready for it, and others may wait for what goes through here; finish flushes.
         self._record("update_weights", partial(self._course.drop if session.failures else partial(self._load, session), info))
 
     def _load(self, session: Session, info: Mapping[str, Any]) -> None:

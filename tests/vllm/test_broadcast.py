@@ -42,14 +42,14 @@ def test_all_workers_receive_one_broadcast_and_requests_in_flight_show_both_vers
         serve(engines, "b again", fresh_b)
 
 
-@pytest.mark.parametrize("replica", ["r0", "r1"])
+@pytest.mark.parametrize(("replica", "step"), [("r0", "load"), ("r1", "start")])
 def test_a_worker_that_cannot_load_is_fenced_alone_and_healed_from_what_was_kept(
-    engines: list[Driver], pairs_a: Pairs, pairs_b: Pairs, fresh_a: Tokens, fresh_b: Tokens, replica: str
+    engines: list[Driver], pairs_a: Pairs, pairs_b: Pairs, fresh_a: Tokens, fresh_b: Tokens, replica: str, step: str
 ) -> None:
     with attach(engines, keep_snapshot=True) as sync:
         sync.send_weights(pairs_a, version="a")
         failing = engines[int(replica[1])]
-        failing.fail([failing.world_size - 1], "load")
+        failing.fail([failing.world_size - 1], step)
         with pytest.raises(rws.ReplicasLost) as caught:
             sync.send_weights(pairs_b, version="b")
         assert caught.value.replicas == (replica,)

@@ -4,7 +4,8 @@ Every bucket has fresh memory of its own: loaders keep views of what they are gi
 it. It is freed when the loader lets go of the last view. Only buckets that the loader has not been through yet are held here, at
 most ``num_buckets`` of them, so a slow loader slows the broadcast down for all.
 
-A loader that fails on one engine does not take the group with it: what is still to come is received and dropped.
+A loader that fails on one engine does not take the group with it: what is still to come is received and dropped. So is all of it where
+the model was not made ready for an update.
 """
 
 from __future__ import annotations
@@ -76,6 +77,10 @@ class CollectiveReceiver:
         self.close()
         self._delivery = CollectiveDelivery(plan, rendezvous, rank, Deadline(payload.limit_s(update)))
         return self._delivery
+
+    def drain(self, plan: Plan, update: Mapping[str, Any]) -> None:
+        """Join the group, receive what the others wait for to be received here, and drop it; raises as `open` does."""
+        self.open(plan, update).close()
 
     def close(self) -> None:
         """Give up what is under way. Idempotent."""

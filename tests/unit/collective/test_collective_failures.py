@@ -11,8 +11,10 @@ import torch
 
 from ray_weightsync.transports.collective import member
 from ray_weightsync.transports.collective.group_store import GroupStore
+from ray_weightsync.transports.collective.receiver import CollectiveReceiver
 from ray_weightsync.transports.collective.rendezvous import GroupError
 from ray_weightsync.weights.digest import weights_digest
+from ray_weightsync.worker.receiver import Grouped
 from tests.unit.collective.conftest import BUCKET_BYTES
 
 FOREVER_S = 3600.0
@@ -70,6 +72,17 @@ def test_a_loader_that_raises_does_not_take_the_others_with_it(group: Any, weigh
     assert made.sender.send(source, plan).digest == weights_digest(source)
     with pytest.raises(RuntimeError, match="cannot load t3"):
         loading.result()
+    assert whole.result()[1].digest == weights_digest(source)
+
+
+def test_a_worker_that_cannot_begin_to_load_receives_for_the_others_sake(group: Any, weights: Any, aside: Any) -> None:
+    source, plan = weights(*[("float32", (500,))] * 40)
+    made = group(3)
+    worker = CollectiveReceiver()
+    assert isinstance(worker, Grouped)
+    draining, whole = aside(lambda: worker.drain(plan, made.update(1))), made.receive(2, plan)
+    assert made.sender.send(source, plan).digest == weights_digest(source)
+    draining.result()
     assert whole.result()[1].digest == weights_digest(source)
 
 

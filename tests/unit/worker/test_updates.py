@@ -283,6 +283,26 @@ class TestFailures:
         assert worker.model.order[1:] == ["start", "finish"]
         assert worker.receiver.opened == []
 
+    def test_what_others_wait_for_is_received_and_dropped_after_a_failed_start(self, worker: Worker) -> None:
+        drained: list[tuple[Plan, str]] = []
+        worker.receiver.drain = lambda plan, info: drained.append((plan, info["round"]))  # type: ignore[attr-defined]
+        for name in ("r1", "r2"):
+            worker.model.fail_at = {"start"}
+            worker.updates.start()
+            worker.updates.update(update(name))
+            worker.updates.update(update(name))
+            worker.updates.finish()
+            with pytest.raises(ValueError, match="made to fail in start"):
+                worker.outcome(name)
+        assert worker.model.order[1:] == ["start", "finish"] * 2
+        assert worker.receiver.opened == []
+        assert [(plan.digest, named) for plan, named in drained] == [(PLAN.digest, "r1"), (PLAN.digest, "r2")], "once in a round"
+        worker.model.fail_at = set()
+        worker.updates.start()
+        worker.updates.update(update("r3"))
+        worker.updates.update(update("r3"))
+        assert len(drained) == 2, "it was received"
+
     def test_a_failing_load_closes_its_delivery_and_both_failures_are_told(self, worker: Worker) -> None:
         worker.model.fail_at = {"load"}
         worker.receiver.fail_close = True
