@@ -84,7 +84,8 @@ class Life:
 
     @property
     def members(self) -> list[FakeEngine]:
-        return [self.engines[each.id] for each in self.fleet.coordinator.status().replicas if each.state != "RETIRED"]
+        ours = [each.id for each in self.fleet.coordinator.status().replicas if each.state != "RETIRED" and each.id not in self.taken]
+        return [self.engines[name] for name in ours]
 
     def _behind_our_back(self, engine: FakeEngine, what: str) -> None:
         match what:
