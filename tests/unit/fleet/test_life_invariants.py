@@ -21,9 +21,13 @@ BEHIND = st.none() | st.sampled_from(["restart", "kill", "resume", "pause", "rel
 PLACES = st.tuples(st.integers(0, REPLICAS - 1), st.sampled_from(CALLS))
 FAULTS = st.dictionaries(PLACES, st.sampled_from(["raise", "die", "hang", "late", "delayed", "lost", "slow"]), max_size=3)
 DEATHS = st.none() | st.none() | PLACES | st.just((0, None))
-EVENTS = st.builds(Event, STEPS, BEHIND, FAULTS, DEATHS)
+EVENTS = st.builds(Event, STEPS, BEHIND, FAULTS, DEATHS, st.none() | st.none() | PLACES)
 POLICIES = st.builds(
-    FailurePolicy, after_start=st.sampled_from(["quarantine", "all_or_none"]), auto_heal=st.booleans(), max_heals=st.just(2)
+    FailurePolicy,
+    after_start=st.sampled_from(["quarantine", "all_or_none"]),
+    min_serving=st.sampled_from([None, 1, 2]),
+    auto_heal=st.booleans(),
+    max_heals=st.just(2),
 )
 HOSTS = st.builds(Host, overlap=st.booleans())
 
