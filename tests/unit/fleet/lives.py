@@ -23,7 +23,7 @@ TIMEOUTS = Timeouts(
     min_rate_bytes_per_s=1e12,
     **{each.name: 1 for each in dataclasses.fields(Timeouts) if each.name not in ("min_rate_bytes_per_s", "warn_every_s")},
 )
-POLL_S = 0.01
+POLL_S = 0.1
 
 ASKED_AGAIN = ("add", "replace", "remove", "sleep", "wake", "refuse")
 """What is no round and is asked again by whoever lost the answer with the coordinator."""
