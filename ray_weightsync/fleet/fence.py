@@ -15,14 +15,15 @@ from ray_weightsync.protocol.channel import PAUSE, SET_VERSION
 logger = logging.getLogger(__name__)
 
 
-def fence(replica: Replica, why: StepFailed, *, spec: RoundSpec, timeline: Timeline) -> Awaitable[None]:
+def fence(replica: Replica, why: StepFailed, *, spec: RoundSpec, timeline: Timeline, putting_back: bool = False) -> Awaitable[None]:
     """Out of the serving set, now; paused, tombstone, its frozen requests back with their callers: when what is returned is awaited.
 
     What cannot be done because the replica owes an answer is done when it has answered; nobody waits for one that seems to be dead.
     """
     replica.lose_weights(str(why))
     # Where the label was on its way it may have reached the process that came after; else that one is none of our business.
-    incarnation = None if why.phase in ("commit", "cache", "resume") else replica.engine.facts.incarnation
+    published = why.phase in ("commit", "cache", "resume") and not putting_back
+    incarnation = None if published else replica.engine.facts.incarnation
     act = partial(
         fence_engine,
         replica,

@@ -43,7 +43,8 @@ async def refuse(parts: Parts, report: SyncReport, complaints: Mapping[str, str]
     except (RoundAborted, FleetTorn) as late:
         parts.spawn(fence_doubted(parts))
         return _not_fenced(parts, report, complaints, late)
-    refused = [replica for replica in _named(parts, complaints) if _is_refused(replica, report.round_id)]
+    served = parts.roster.label == str(report.version)  # else what a replica is out for now is not this complaint
+    refused = [replica for replica in _named(parts, complaints) if served and _is_refused(replica, report.round_id)]
     amended, error = _told(parts, report, refused, complaints)
     if error is not None:
         raise error
@@ -83,22 +84,37 @@ async def _fence_in_turn(parts: Parts) -> None:
     await parts.turn.take(holder, busy="wait", limit_s=parts.longest_turn_s)
     try:
         doubts = [(replica, replica.doubted) for replica in parts.roster.members if replica.doubted is not None]
-        await asyncio.gather(*(_fence(parts, replica, doubt) for replica, doubt in doubts))
+        whole = [(replica, doubt) for replica, doubt in doubts if _given_up(parts, replica, doubt)]
+        if whole:
+            await _written(parts)
+        await asyncio.gather(*(_fence(parts, replica, doubt) for replica, doubt in whole))
     finally:
         parts.end_turn(holder)
 
 
-async def _fence(parts: Parts, replica: Replica, doubt: Doubt) -> None:
-    timeouts, is_whole = parts.timeouts, replica.whole
+def _given_up(parts: Parts, replica: Replica, doubt: Doubt) -> bool:
+    """Take a replica out of the fleet's serving set; whether it was whole, so that its engine is to be fenced."""
+    is_whole = replica.whole
     replica.doubted = None
     if is_whole:
-        replica.lose_weights(str(StepFailed.refused(PHASE, doubt.complaint, timeouts.attest_s)))
+        replica.lose_weights(str(StepFailed.refused(PHASE, doubt.complaint, parts.timeouts.attest_s)))
     if is_whole or parts.roster.label == doubt.label:  # one that is fenced already is not to be healed to what was refused
         replica.refused_in = doubt.round_id
     parts.roster.changed()
-    if is_whole:
-        release = parts.settings.on_failure.release_requests
-        await fence_engine(replica, tombstone(doubt.round_id), limit_s=timeouts.resume_s, release=release, timeline=Timeline())
+    return is_whole
+
+
+async def _written(parts: Parts) -> None:
+    """Before an engine is paused for it: a successor could not tell that pause from its owner's."""
+    try:
+        await parts.chronicle.write()
+    except Exception:  # nobody is sent to them all the same, and their mark tells a successor
+        logger.exception("what a probe refused is not in the journal")
+
+
+async def _fence(parts: Parts, replica: Replica, doubt: Doubt) -> None:
+    release = parts.settings.on_failure.release_requests
+    await fence_engine(replica, tombstone(doubt.round_id), limit_s=parts.timeouts.resume_s, release=release, timeline=Timeline())
 
 
 def _not_fenced(parts: Parts, report: SyncReport, complaints: Mapping[str, str], late: WeightSyncError) -> SyncReport:
@@ -142,5 +158,5 @@ def _amended(report: SyncReport, refused: Mapping[str, Replica], complaints: Map
         return dataclasses.replace(each, state=refused[each.id].state.value, version=None, failed_phase=PHASE, error=complaints[each.id])
 
     late = [name for name in complaints if name not in refused]
-    notes = (f"the probe refused {', '.join(late)}, which held another version by then",) if late else ()
+    notes = (f"the probe refused {', '.join(late)}, of a version that is not served there any more",) if late else ()
     return dataclasses.replace(report, replicas=tuple(map(told, report.replicas)), notes=(*report.notes, *notes))

@@ -31,7 +31,7 @@ async def put_back(member: Member, *, spec: RoundSpec, timeline: Timeline) -> No
             replica.happen(ReplicaEvent.FAIL, error=f"not put back yet after an aborted round: {failed}")
             replica.fenced_by_us = True
         else:
-            await fence(replica, failed, spec=spec, timeline=timeline)
+            await fence(replica, failed, spec=spec, timeline=timeline, putting_back=True)
         raise
     if owes and member.marked:
         replica.happen(ReplicaEvent.FAIL, error="a tombstone may yet be put on its label; it is taken off when the engine has answered")
@@ -55,4 +55,4 @@ async def _again(member: Member, *, spec: RoundSpec, timeline: Timeline) -> None
         await _undo(member, spec=spec, timeline=timeline)
     except StepFailed as failed:
         logger.error("%s was not put back after an aborted round: %s", member.replica.id, failed)
-        await fence(member.replica, failed, spec=spec, timeline=timeline)
+        await fence(member.replica, failed, spec=spec, timeline=timeline, putting_back=True)

@@ -85,6 +85,7 @@ class Rounds:
         self._parts.turn_bytes = known.num_bytes
         try:
             snapshot = await self._begun(opening, label, known)
+            snapshot.turn = self._parts.turn.taken
         except BaseException:
             self._parts.end_turn(opening.snapshot)
             raise
@@ -223,7 +224,8 @@ class Rounds:
             await self._require_wanted(snapshot)
             members = await within_reach(self._parts, snapshot, members)
             gone = any(replica.state is ReplicaState.RETIRED for replica in members)
-            if gone or time.monotonic() - snapshot.log.began > LOOK_IS_FRESH_S:
+            others = self._parts.turn.taken - snapshot.turn > (0 if holds_turn else 1)  # what they changed, the look does not know
+            if gone or others or time.monotonic() - snapshot.log.began > LOOK_IS_FRESH_S:
                 # Who is awake, and who is there at all, may have changed meanwhile.
                 members = await within_reach(self._parts, snapshot, await self._members(snapshot))
                 await self._require_wanted(snapshot)

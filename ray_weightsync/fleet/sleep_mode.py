@@ -61,6 +61,7 @@ class SleepMode:
     async def _undo_sleep(self, replica: Replica, found: EngineFacts, failed: StepFailed, *, level: int) -> None:
         """Leave one that did not go to sleep as it was found; one of which that is not known counts as having no weights."""
         why = f"it may have given up its weights: {failed}"
+        fenced, left = replica.fenced_by_us, replica.left  # the look below finds our own mark, which tells of nobody's round
         calls = []
         if level > 1 and found.version is not None:
             calls.append(Call("mark", self._parts.timeouts.commit_s, SET_VERSION, (found.version,)))
@@ -70,7 +71,10 @@ class SleepMode:
             if failed.failure.kind == "raised":
                 await self._look(replica)
                 if not replica.asleep:
-                    return await self._chain(replica, SLEEP, calls)
+                    await self._chain(replica, SLEEP, calls)
+                    replica.fenced_by_us, replica.left = fenced, left
+                    replica.engine = replica.engine.with_facts(found)
+                    return
         except StepFailed as again:
             why = f"{why}; and it could not be left as it was: {again}"
         if level > 1:

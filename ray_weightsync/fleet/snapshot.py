@@ -53,6 +53,7 @@ class Snapshot:
         preflight: The check of the fleet beside the sender's packing: who takes part.
         sealing: The store's part of sealing, beside the pause.
         committing: A round brings it to the fleet right now.
+        turn: How often the turn had been taken when the fleet was looked at for it.
     """
 
     id: str
@@ -75,6 +76,7 @@ class Snapshot:
     preflight: asyncio.Task[list[Replica]] | None = None
     sealing: asyncio.Task[Any] | None = None
     committing: bool = False
+    turn: int = 0
 
     @property
     def origin(self) -> str:

@@ -95,6 +95,8 @@ class FakeEngine(StepByStep):
         self.sleeps = True
         self.under_way = 0
         """Chains of somebody else's in it."""
+        self.owed: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        """Calls that whoever made them did not live to see carried out."""
         self.update_came = asyncio.Event()
         """Set with the next update."""
         self._received: dict[str, Any] | None = None
@@ -139,13 +141,26 @@ class FakeEngine(StepByStep):
         if fault == "slow":
             await asyncio.sleep(SLOW_S)
         if fault == "delayed":
-            await self.release.wait()
+            try:
+                await self.release.wait()
+            except asyncio.CancelledError:  # whoever called is dead; the call is not
+                self.owed.append((verb, args, kwargs))
+                self.under_way += 1
+                raise
         answer = self._do(verb, args, kwargs)
         if fault == "late":
             await self.release.wait()
         if fault == "lost":
             raise EngineRestarted("the connection broke")
         return answer
+
+    def carry_out_what_is_owed(self) -> None:
+        """Calls of a caller that died end."""
+        while self.owed:
+            self.under_way -= 1
+            verb, args, kwargs = self.owed.pop(0)
+            if not self.dead:
+                self._do(verb, args, kwargs)
 
     @property
     def read_from(self) -> str:
@@ -159,6 +174,8 @@ class FakeEngine(StepByStep):
         self.version, self.weights, self.paused, self.plans, self.update_open = "default", "initial", False, [], False
         self.judging = None
         self.asleep = set()
+        self.under_way -= len(self.owed)
+        self.owed.clear()
 
     async def require_incarnation(self, incarnation: str) -> None:
         if self.dead or incarnation != self.incarnation:
@@ -219,7 +236,6 @@ class FakeEngine(StepByStep):
         if info["op"] == "see" and not info["probe"]:
             raise ValueError("rws: rank 0: a probe has the fields directory, name and nonce")
         if info["op"] == "native":
-            assert self.paused
             assert not self.update_open
             self.inits.append(info["init_info"])
             self._chosen_by = info["round"]

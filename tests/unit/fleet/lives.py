@@ -23,7 +23,7 @@ TIMEOUTS = Timeouts(
     min_rate_bytes_per_s=1e12,
     **{each.name: 1 for each in dataclasses.fields(Timeouts) if each.name not in ("min_rate_bytes_per_s", "warn_every_s")},
 )
-POLL_S = 0.01
+POLL_S = 0.1
 
 ASKED_AGAIN = ("add", "replace", "remove", "sleep", "wake", "refuse")
 """What is no round and is asked again by whoever lost the answer with the coordinator."""
@@ -38,12 +38,14 @@ class Event:
         behind: What happens to an engine or a store behind its back, before.
         faults: By the number of a member and the call, what goes wrong in it.
         dies_in: The coordinator dies when this member is in that call; or, with None for the call, after the steps.
+        dies_again_in: So does its successor, before it has settled everything.
     """
 
     steps: tuple[str, ...] = ()
     behind: str | None = None
     faults: dict[tuple[int, str], str] = field(default_factory=dict)
     dies_in: tuple[int, str | None] | None = None
+    dies_again_in: tuple[int, str] | None = None
 
 
 class Life:
@@ -73,6 +75,9 @@ class Life:
         asked = [asyncio.ensure_future(self._ask(step, members, found, alone=len(event.steps) == 1)) for step in event.steps]
         if event.dies_in is not None:
             await self._die(event.dies_in, members, asked)
+            if event.dies_again_in is not None:
+                await self._die_settling(event.dies_again_in, members)
+            await self.fleet.succeed()
             for step, each in zip(event.steps, asked, strict=True):
                 if each.cancelled() and step.split()[0] in ASKED_AGAIN:
                     await self._ask(step, members, found, alone=False)
@@ -84,7 +89,8 @@ class Life:
 
     @property
     def members(self) -> list[FakeEngine]:
-        return [self.engines[each.id] for each in self.fleet.coordinator.status().replicas if each.state != "RETIRED"]
+        ours = [each.id for each in self.fleet.coordinator.status().replicas if each.state != "RETIRED" and each.id not in self.taken]
+        return [self.engines[name] for name in ours]
 
     def _behind_our_back(self, engine: FakeEngine, what: str) -> None:
         match what:
@@ -117,10 +123,20 @@ class Life:
             await asyncio.wait({reached, *asked}, return_when=asyncio.FIRST_COMPLETED if asked else asyncio.ALL_COMPLETED, timeout=60)
             await asyncio.sleep(POLL_S)  # the others go as far as they can without it
             reached.cancel()
-        await self.fleet.succeed()
+        await self.fleet.kill_coordinator()
         for each in asked:
             if not each.cancelled():
                 each.result()
+
+    async def _die_settling(self, where: tuple[int, str], members: list[FakeEngine]) -> None:
+        index, call = where
+        self.fleet.coordinator = self.fleet.coordinator_of()
+        if index < len(members):
+            members[index].gate(call)
+            reached = asyncio.ensure_future(members[index].reached[call].wait())
+            settled = asyncio.ensure_future(self.fleet.coordinator.recover())
+            await asyncio.wait({reached, settled}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.sleep(POLL_S)
 
     async def _lost_answers(self, opened: int, found: FleetStatus, *, alone: bool) -> None:
         """Whoever lost an answer with the coordinator asks its successor, and is told what holds."""
@@ -214,6 +230,7 @@ class Life:
             engine.faults.clear()
             engine.gates.clear()
             engine.release.set()
+            engine.carry_out_what_is_owed()
         coordinator = self.fleet.coordinator
         while coordinator._parts.turn.holder is not None or any(each.unanswered for each in coordinator._roster.replicas.values()):
             await asyncio.sleep(POLL_S)

@@ -12,8 +12,10 @@ import pytest
 from ray_weightsync.config import Host, Timeouts
 from ray_weightsync.errors import ConfigError, FleetTorn, ReplicasLost, RoundAborted
 from ray_weightsync.fleet.steps import StepFailed
+from tests.unit.fleet import virtual_time
 from tests.unit.fleet.fake_engine import PLAN, FakeEngine
-from tests.unit.fleet.fakes import FakeFleet, opening_of, sealed
+from tests.unit.fleet.fakes import QUICK, FakeFleet, opening_of, sealed
+from tests.unit.fleet.test_membership import resolved
 
 
 def run(story: Callable[[], Awaitable[None]]) -> None:
@@ -307,3 +309,45 @@ def test_a_failed_step_survives_pickling() -> None:
     failed = StepFailed("update", CallFailure(message="no", kind="raised", elapsed_s=1.0), 2.0)
     copy = pickle.loads(pickle.dumps(failed))
     assert (copy.phase, copy.failure, copy.limit_s, str(copy)) == (failed.phase, failed.failure, failed.limit_s, str(failed))
+
+
+def test_a_process_that_came_after_the_look_is_neither_paused_nor_marked_when_the_round_is_put_back() -> None:
+    async def story() -> None:
+        fleet = await FakeFleet(2, timeouts=QUICK).attach()
+        ticket = await fleet.open(1)
+        await fleet.coordinator.rounds.seal(ticket.snapshot, sealed("1"), keep_turn=True)
+        fleet.engines[1].restart()  # and may be another session's by now
+        fleet.forget_calls()
+        with pytest.raises(RoundAborted):
+            await fleet.coordinator.rounds.commit(ticket.snapshot, holds_turn=True)
+        while any(replica.unanswered for replica in fleet.coordinator._roster.replicas.values()):
+            await asyncio.sleep(0.001)
+        assert not {"pause", "mark", "resume"} & set(fleet.engines[1].calls)
+        assert fleet.coordinator.status().serving == ("r0",)
+
+    virtual_time.run(story())  # a look is fresh for a quarter of a second
+
+
+@pytest.mark.parametrize("meanwhile", ["joined", "fails"])
+def test_what_a_staged_version_knows_of_the_fleet_is_learned_anew_after_another_ones_round(meanwhile: str) -> None:
+    async def story() -> None:
+        fleet = await FakeFleet(2, timeouts=QUICK, transport=Host(num_slots=3)).attach()
+        ticket = await fleet.open("staged")
+        fleet.sent["staged"] = ticket.address["snapshot"]
+        await fleet.coordinator.rounds.seal(ticket.snapshot, sealed("staged"))
+        if meanwhile == "joined":
+            fleet.engines.append(FakeEngine("new"))
+            await fleet.coordinator.membership.add([await resolved(fleet.engines[-1])])
+        await fleet.send("other")
+        if meanwhile == "joined":
+            assert (await fleet.coordinator.rounds.commit(ticket.snapshot)).committed == ("r0", "r1", "new")
+            return
+        fleet.engines[1].faults["mark"] = "hang"
+        with pytest.raises(RoundAborted):
+            await fleet.coordinator.rounds.commit(ticket.snapshot)
+        fleet.engines[1].release.set()
+        while any(replica.unanswered for replica in fleet.coordinator._roster.replicas.values()):
+            await asyncio.sleep(0.001)
+        assert [(engine.version, engine.weights) for engine in fleet.engines] == [("other", fleet.sent["other"])] * 2
+
+    virtual_time.run(story())  # a look is fresh for a quarter of a second

@@ -475,6 +475,22 @@ class TestSleep:
 
         run(story)
 
+    def test_one_that_does_not_go_to_sleep_serves_on_and_is_nobodys_to_be_paused(self) -> None:
+        async def story() -> None:
+            fleet = await served()
+            fleet.engines[0].faults["sleep"] = "raise"
+            with pytest.raises(WeightSyncError, match="r0 did not"):
+                await fleet.coordinator.sleep_mode.sleep(2)
+            assert fleet.coordinator.status().serving == ("r0",)
+            await fleet.coordinator.sleep_mode.wake_up(None)
+            assert not fleet.engines[0].paused
+            fleet.engines[0].faults["mark"] = "raise"
+            with pytest.raises(RoundAborted):
+                await fleet.send(2)
+            assert (fleet.engines[0].version, fleet.engines[0].paused) == ("1", False)
+
+        run(story)
+
     def test_one_that_fails_is_named_when_all_were_asked_and_a_dead_one_is_no_reason(self) -> None:
         async def story() -> None:
             fleet = await served(3, on_failure=NO_HEAL)

@@ -12,7 +12,7 @@ from ray_weightsync.errors import FleetTorn, ReplicasLost, RoundAborted
 from ray_weightsync.fleet.parts import Parts
 from ray_weightsync.fleet.probes import refuse
 from ray_weightsync.fleet.states import ReplicaState
-from tests.unit.fleet.fakes import FakeFleet, sealed
+from tests.unit.fleet.fakes import QUICK, FakeFleet, sealed
 from tests.unit.fleet.test_rounds import run
 
 WRONG = "the probe answered False"
@@ -97,6 +97,36 @@ def test_asked_again_by_a_caller_who_lost_the_answer_with_the_coordinator_it_ans
     run(story)
 
 
+def test_a_complaint_of_a_version_that_is_not_served_any_more_says_nothing_of_who_is_fenced_for_another_reason() -> None:
+    async def story() -> None:
+        fleet = await FakeFleet(2, on_failure=FailurePolicy(auto_heal=False)).attach()
+        old = await fleet.send(1)
+        with pytest.raises(ReplicasLost):
+            await refuse(fleet.coordinator._parts, old, {"r0": WRONG})
+        fleet.engines[0].faults["update"] = "raise"
+        with pytest.raises(ReplicasLost):
+            await fleet.send(2)
+        report = await refuse(fleet.coordinator._parts, old, {"r0": WRONG})
+        assert any("refused r0" in note for note in report.notes)
+        assert fleet.coordinator.status().serving == ("r1",)
+
+    run(story)
+
+
+def test_a_refusal_is_known_to_a_successor_also_where_the_mark_was_not_answered() -> None:
+    async def story() -> None:
+        fleet = await FakeFleet(2, timeouts=QUICK, on_failure=FailurePolicy(auto_heal=False)).attach()
+        report = await fleet.send(1)
+        await fleet.coordinator.chronicle.noted()
+        fleet.engines[0].faults["mark"] = "hang"
+        with pytest.raises(ReplicasLost):
+            await refuse(fleet.coordinator._parts, report, {"r0": WRONG})
+        await fleet.succeed()
+        assert fleet.coordinator.status().serving == ("r1",)
+
+    run(story)
+
+
 async def refused_during_a_round(**settings: Any) -> tuple[FakeFleet, Any, str, asyncio.Task[Any]]:
     """A fleet that serves 1, which the probe refused on r0 while another sender has the turn."""
     fleet = await FakeFleet(2, **settings).attach()
@@ -124,7 +154,7 @@ def test_who_was_brought_another_version_by_that_round_serves_it() -> None:
     async def story() -> None:
         fleet, _, round_id, refusing = await refused_during_a_round()
         await fleet.coordinator.rounds.commit(round_id, sealed=sealed("2"), holds_turn=True)
-        assert any("held another version by then" in note for note in (await refusing).notes)
+        assert any("not served there any more" in note for note in (await refusing).notes)
         assert fleet.coordinator.status().serving == ("r0", "r1")
 
     run(story)
