@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -122,9 +123,26 @@ def kill_engine(handle: Any) -> None:
             shared |= {Path(each.path) for each in process.memory_maps() if each.path.startswith("/dev/shm/vllm_dist_")}
             if not any("resource_tracker" in word for word in process.cmdline()):
                 process.kill()
-    psutil.wait_procs(family, timeout=CALL_LIMIT_S)
+    assert alive_after(CALL_LIMIT_S, family) == []
     for path in shared:
         path.unlink(missing_ok=True)
+
+
+def alive_after(seconds: float, processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """Those that still run when all have ended, or after that long. One that nobody has asked after yet has ended all the same."""
+
+    def runs(process: psutil.Process) -> bool:
+        try:
+            return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+        except psutil.NoSuchProcess:
+            return False
+
+    deadline = time.monotonic() + seconds
+    while alive := [each for each in processes if runs(each)]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.02)
+    return alive
 
 
 def tokens_of(handle: Any) -> list[list[int]]:

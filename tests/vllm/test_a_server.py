@@ -105,7 +105,7 @@ class Server:
         except psutil.NoSuchProcess:
             family = []
         self._process.terminate()
-        _, alive = psutil.wait_procs(family, timeout=END_LIMIT_S)
+        alive = support.alive_after(END_LIMIT_S, family)
         for process in alive:
             process.kill()
         self._process.wait(END_LIMIT_S)
