@@ -12,6 +12,7 @@ from ray_weightsync.config import tombstone
 from ray_weightsync.errors import FleetTorn, RoundAborted, WeightSyncError
 from ray_weightsync.fleet.fence import fence_engine
 from ray_weightsync.fleet.parts import Parts
+from ray_weightsync.fleet.preflight import look
 from ray_weightsync.fleet.replica import Doubt, Replica
 from ray_weightsync.fleet.steps import StepFailed, Timeline
 from ray_weightsync.fleet.verdicts import verdict
@@ -83,6 +84,7 @@ async def _fence_in_turn(parts: Parts) -> None:
     holder = f"probe-{uuid.uuid4().hex}"
     await parts.turn.take(holder, busy="wait", limit_s=parts.longest_turn_s)
     try:
+        await asyncio.gather(*(_looked_at(parts, replica) for replica in parts.roster.members if replica.doubted is not None))
         doubts = [(replica, replica.doubted) for replica in parts.roster.members if replica.doubted is not None]
         whole = [(replica, doubt) for replica, doubt in doubts if _given_up(parts, replica, doubt)]
         if whole:
@@ -90,6 +92,14 @@ async def _fence_in_turn(parts: Parts) -> None:
         await asyncio.gather(*(_fence(parts, replica, doubt) for replica, doubt in whole))
     finally:
         parts.end_turn(holder)
+
+
+async def _looked_at(parts: Parts, replica: Replica) -> None:
+    """Learn whether its owner has resumed it: the pause that follows would be taken for theirs."""
+    try:
+        await look(replica, timeouts=parts.timeouts, timeline=Timeline())
+    except StepFailed as failed:
+        logger.info("%s is fenced without a look: %s", replica.id, failed)
 
 
 def _given_up(parts: Parts, replica: Replica, doubt: Doubt) -> bool:

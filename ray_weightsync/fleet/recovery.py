@@ -277,6 +277,8 @@ class Recovery:
             stands, said = standing(replica.state, replica.version, each.facts.incarnation, facts)
             if stands is Standing.AS_BEFORE:
                 continue
+            if replica.id in self._reaching.busy:
+                replica.fenced_by_us = True  # what is under way in it may be a pause of ours
             if replica.state is not ReplicaState.QUARANTINED:
                 replica.happen(ReplicaEvent.FAIL, error=f"{said} ({self._problems[replica.id]})" if replica.id in self._problems else said)
             if facts is not None and facts.incarnation != each.facts.incarnation:

@@ -43,6 +43,9 @@ class SleepMode:
 
     async def _put_to_sleep(self, replica: Replica, *, level: int) -> None:
         await self._look(replica)
+        await self._parts.claims.follow([replica])
+        if replica.state is ReplicaState.RETIRED:
+            return  # it restarted, and is another session's by now
         found = replica.engine.facts
         calls = [Call(SLEEP, self._parts.timeouts.finish_s, SLEEP, (level,))]
         if level > 1 and replica.engine.channel.supports(SET_VERSION):

@@ -61,6 +61,8 @@ class Life:
         self.paused_by_owner: set[str] = set()
         self.report: SyncReport | None = None
         self.staged: list[str] = []
+        self.ended: set[str] = set()
+        """The rounds that had ended when a coordinator died."""
         self.events = 0
 
     async def live(self, event: Event) -> None:
@@ -123,6 +125,7 @@ class Life:
             await asyncio.wait({reached, *asked}, return_when=asyncio.FIRST_COMPLETED if asked else asyncio.ALL_COMPLETED, timeout=60)
             await asyncio.sleep(POLL_S)  # the others go as far as they can without it
             reached.cancel()
+        self.ended = set(self.fleet.coordinator.chronicle.outcomes)
         await self.fleet.kill_coordinator()
         for each in asked:
             if not each.cancelled():
@@ -144,7 +147,7 @@ class Life:
             try:
                 await self.fleet.coordinator.settled(round_id)
             except WeightSyncError as error:
-                if alone:
+                if alone and round_id not in self.ended:  # else it tells of the fleet before the death
                     require_true(error, self.fleet.coordinator.status(), before=found)
 
     # --- what is asked ------------------------------------------------------------------------------------------------------

@@ -54,6 +54,16 @@ NO_HEALING = FailurePolicy(auto_heal=False)
 @example([Event(("stage",)), Event(("relay nccl", "add")), Event(("commit",))], NO_HEALING, Host())
 # A process that is another session's by now was fenced.
 @example([Event(("stage",)), Event(("hand over",), "restart"), Event(("commit",))], NO_HEALING, Host())
+# So was one put to sleep.
+@example([Event(("broadcast",)), Event(("hand over", "sleep 1"), "restart")], NO_HEALING, Host())
+# A pause that a dead coordinator had asked for came late, and was taken for the owner's.
+@example([Event(("broadcast",), None, {(1, "pause"): "delayed"}, (3, "pause")), Event(("send",))], NO_HEALING, Host())
+# So was the pause of one that its owner had resumed before a probe refused it.
+@example(
+    [Event(("send",), "pause"), Event(("send",), "pause"), Event(("send",)), Event(("refuse 1",), "resume"), Event(("send",))],
+    NO_HEALING,
+    Host(),
+)
 def test_whatever_happens_to_a_fleet_the_promises_hold_and_it_can_be_made_whole(
     events: list[Event], policy: FailurePolicy, host: Host
 ) -> None:

@@ -113,6 +113,20 @@ def test_a_complaint_of_a_version_that_is_not_served_any_more_says_nothing_of_wh
     run(story)
 
 
+def test_one_that_its_owner_had_resumed_before_it_was_refused_runs_again_with_the_next_version() -> None:
+    async def story() -> None:
+        fleet = await FakeFleet(2, on_failure=FailurePolicy(auto_heal=False)).attach()
+        fleet.engines[0].paused = True
+        report = await fleet.send(1)
+        fleet.engines[0].paused = False
+        with pytest.raises(ReplicasLost):
+            await refuse(fleet.coordinator._parts, report, {"r0": WRONG})
+        await fleet.send(2)
+        assert not fleet.engines[0].paused
+
+    run(story)
+
+
 def test_a_refusal_is_known_to_a_successor_also_where_the_mark_was_not_answered() -> None:
     async def story() -> None:
         fleet = await FakeFleet(2, timeouts=QUICK, on_failure=FailurePolicy(auto_heal=False)).attach()

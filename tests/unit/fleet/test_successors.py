@@ -363,6 +363,24 @@ def test_a_successor_that_dies_while_it_settles_leaves_the_rest_to_the_next() ->
     run(story)
 
 
+def test_a_pause_of_the_dead_one_that_comes_late_ends_with_the_next_version() -> None:
+    async def story() -> None:
+        fleet = await fleet_of(2, timeouts=QUICK).attach()
+        await fleet.send(1)
+        await fleet.coordinator.chronicle.noted()
+        late = fleet.engines[1]
+        late.under_way = 1
+        await fleet.succeed()
+        assert fleet.coordinator.status().serving == ("r0",)
+        late.paused, late.under_way = True, 0
+        while fleet.coordinator._roster.replicas["r1"].unanswered:
+            await asyncio.sleep(0.01)
+        assert (await fleet.send(2)).committed == ("r0", "r1")
+        assert not late.paused
+
+    run(story)
+
+
 def test_a_removal_that_the_journal_knows_only_as_begun_is_brought_to_its_end() -> None:
     async def story() -> None:
         fleet = await fleet_of(2).attach()

@@ -187,7 +187,7 @@ def test_engines_can_be_taken_back() -> None:
     run(story)
 
 
-@pytest.mark.parametrize("look", ["a round", "a health check", "a heal"])
+@pytest.mark.parametrize("look", ["a round", "a health check", "a heal", "a sleep"])
 def test_an_engine_that_restarted_and_is_another_sessions_by_now_is_asked_and_not_touched(look: str) -> None:
     async def story() -> None:
         first = await FakeFleet(2).attach()
@@ -205,8 +205,10 @@ def test_an_engine_that_restarted_and_is_another_sessions_by_now_is_asked_and_no
             told = first.coordinator.status().sequence
             await first.coordinator.health.check()
             assert first.coordinator.status().sequence == told + 2, "watchers hear that it restarted, and whose it is"
-        else:
+        elif look == "a heal":
             await first.coordinator.repair.heal("r1")
+        else:
+            await first.coordinator.sleep_mode.sleep(1)
         assert lost.calls == ["inspect"]
         assert (lost.version, lost.update_open) == ("!rws:a round of the second", True)
         assert [replica.state for replica in first.coordinator.status().replicas] == ["SERVING", "RETIRED"]
