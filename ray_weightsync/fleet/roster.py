@@ -132,6 +132,12 @@ class Roster:
         whole = any(each.whole and not each.doubted for each in self.replicas.values())  # one that is about to leave may yet stay
         return whole or (self.label is None and any(each.state is not ReplicaState.QUARANTINED for each in self.members))
 
+    @property
+    def stands(self) -> str:
+        """What whoever holds the version does with it, as a verb."""
+        holders = [each for each in self.replicas.values() if each.whole]
+        return "sleeps" if holders and all(each.asleep for each in holders) else "still serves"
+
     def unchanged(self, what: str, *, hint: str, **fields: Any) -> RoundAborted | FleetTorn:
         """The error for a call that changed nothing. Its type is by whether anybody serves: that may have ended before.
 
@@ -142,7 +148,7 @@ class Roster:
         """
         if not self.serves:
             return FleetTorn(f"No replica serves. {what}", hint=f"{hint}; none may serve until a complete round makes it whole", **fields)
-        still = f"version {self.label} still serves" if self.label is not None else "the engines serve what they had"
+        still = f"version {self.label} {self.stands}" if self.label is not None else "the engines serve what they had"
         return RoundAborted(f"Nothing changed: {still}. {what}", hint=hint, **fields)
 
     def log_hints(self) -> dict[str, str | None]:

@@ -71,7 +71,7 @@ def aborted(
     told += [f"{', '.join(before)} {_is(before)} fenced"] if gone and before and roster.serves else []
     if roster.serves:
         old = f"version {roster.label}" if roster.label is not None else "what the engines had before"
-        holds = f"Nothing changed: {old} still serves {'; '.join(['on the rest', *told]) if gone else 'everywhere'}"
+        holds = f"Nothing changed: {old} {roster.stands} {'; '.join(['on the rest', *told]) if gone else 'everywhere'}"
         holds += f", except on {', '.join(stuck)}, which could not be put back and {_is(stuck)} fenced" if stuck else ""
         holds += f", except on {', '.join(before)}, which {_is(before)} fenced" if before and not gone else ""
     else:

@@ -430,9 +430,13 @@ class TestSleep:
         run(story)
 
     @pytest.mark.parametrize("woken", [None, ["kv_cache"]], ids=["asleep", "only the KV cache awake"])
-    @pytest.mark.parametrize(("level", "kind"), [(1, RoundAborted), (2, FleetTorn)])
+    @pytest.mark.parametrize(
+        ("level", "kind", "holds"),
+        [(1, RoundAborted, "Nothing changed: version 1 sleeps everywhere."), (2, FleetTorn, "No replica serves")],
+        ids=["level 1", "level 2"],
+    )
     def test_a_round_while_the_weights_sleep_is_refused_and_nobody_is_touched(
-        self, level: int, kind: type[WeightSyncError], woken: list[str] | None
+        self, level: int, kind: type[WeightSyncError], holds: str, woken: list[str] | None
     ) -> None:
         async def story() -> None:
             fleet = await served()
@@ -442,6 +446,7 @@ class TestSleep:
             fleet.forget_calls()
             with pytest.raises(kind, match=r"wake it up with tags=\['weights'\] first") as caught:
                 await fleet.send(2)
+            assert str(caught.value).startswith(holds)
             assert "replace the engines" not in str(caught.value.hint)
             assert [engine.calls for engine in fleet.engines] == [["inspect"]] * 2
 
