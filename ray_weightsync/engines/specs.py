@@ -70,7 +70,8 @@ class TorchEngineSpec:
     placement: EnginePlaces | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        if not callable(self.make_module) or hasattr(self.make_module, "named_parameters"):  # a module itself is callable, too
+        is_module = hasattr(self.make_module, "named_parameters") and not isinstance(self.make_module, type)
+        if not callable(self.make_module) or is_module:  # which is callable, too
             raise ConfigError(f"TorchEngineSpec.make_module must be a function that makes a module, not {self.make_module!r}")
         for name in ("num_replicas", "max_concurrency", "num_threads"):
             require_count(f"TorchEngineSpec.{name}", getattr(self, name))

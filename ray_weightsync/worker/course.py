@@ -107,11 +107,9 @@ class ByReceivers:
         self._receivers = receivers
         self._record = record
         self._plan_of = plan_of
-        self._asked = False
 
     def start(self) -> None:
         """See `ModelLoader`."""
-        self._asked = False
         self._model.start()
 
     def update(self, plan: Plan, info: Mapping[str, Any]) -> Received:
@@ -120,7 +118,6 @@ class ByReceivers:
         Raises:
             ValueError: if the transport is not known, or the plan is partial: a reload leaves nothing of a model as it is.
         """
-        self._asked = True
         receiver = receiver_of(self._receivers, info)
         if plan.partial:
             raise ValueError(f"plan {plan.digest} is partial; it can only be brought by a backend that patches a model in place")
@@ -132,10 +129,9 @@ class ByReceivers:
             self._record("closing the delivery", delivery.close)
 
     def drop(self, info: Mapping[str, Any]) -> None:
-        """See `Course`. Where nobody waits for this worker nothing is opened, nor for a second update: a group is joined once."""
-        again, self._asked = self._asked, True
+        """See `Course`. Where nobody waits for this worker nothing is opened."""
         receiver = receiver_of(self._receivers, info)
-        if isinstance(receiver, Grouped) and not again:
+        if isinstance(receiver, Grouped):
             receiver.drain(self._plan_of(payload.text(info, "plan")), info)
 
     def finish(self) -> None:

@@ -185,6 +185,7 @@ class WorkerUpdates:
         session.updates += 1
         if session.updates > 1 and not self._course.many_updates:
             session.failures.append("update_weights came twice in one session")
+            return  # a group is joined once
         # Nothing is loaded into a model that is not ready for it, and others may wait for what goes through here; finish flushes.
         self._record("update_weights", partial(self._course.drop if session.failures else partial(self._load, session), info))
 

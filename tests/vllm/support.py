@@ -118,9 +118,11 @@ def kill_engine(handle: Any) -> None:
     actor = psutil.Process(pid)
     family = [actor, *actor.children(recursive=True)]
     shared: set[Path] = set()
-    for process in family:
+    for process in family:  # before any is killed: the others may end with it
         with contextlib.suppress(psutil.NoSuchProcess):  # it has ended, and is not waited for
             shared |= {Path(each.path) for each in process.memory_maps() if each.path.startswith("/dev/shm/vllm_dist_")}
+    for process in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
             if not any("resource_tracker" in word for word in process.cmdline()):
                 process.kill()
     assert alive_after(CALL_LIMIT_S, family) == []

@@ -15,7 +15,7 @@ from ray_weightsync.transports.collective.receiver import CollectiveReceiver
 from ray_weightsync.transports.collective.rendezvous import GroupError
 from ray_weightsync.weights.digest import weights_digest
 from ray_weightsync.worker.receiver import Grouped
-from tests.unit.collective.conftest import BUCKET_BYTES
+from tests.unit.collective.conftest import BUCKET_BYTES, LIMIT_S
 
 FOREVER_S = 3600.0
 """A limit that a test cannot reach: what ends before it has ended at once."""
@@ -90,17 +90,20 @@ def test_what_a_loader_that_failed_does_not_want_takes_no_more_memory_than_its_l
     group: Any, weights: Any, aside: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, plan = weights(("int8", (BUCKET_BYTES,)), ("int8", (BUCKET_BYTES,)), ("int8", (64,)), ("int8", (100,)))
-    made, empty, taken = group(2), torch.empty, []
+    made, empty, taken, both = group(2), torch.empty, [], threading.Event()
 
     def counted(num_bytes: int, **options: Any) -> torch.Tensor:
         if threading.current_thread().name.startswith("rws-rank-1-"):
             taken.append(num_bytes)
+            if len(taken) == 2:
+                both.set()
         return empty(num_bytes, **options)
 
     def broken() -> None:
         delivery = made.open(1, plan)
         try:
             for _ in delivery:
+                assert both.wait(LIMIT_S)  # the one in its second place has been begun
                 raise RuntimeError("cannot load")
         finally:
             delivery.close()

@@ -56,6 +56,7 @@ def test_an_engine_has_to_be_as_large_as_its_place(tensor: int, engine_args: dic
 def test_a_module_is_not_taken_for_the_function_that_makes_one() -> None:
     with pytest.raises(rws.ConfigError, match="must be a function that makes a module"):
         rws.TorchEngineSpec(torch.nn.Linear(1, 1))
+    assert rws.TorchEngineSpec(torch.nn.Identity).make_module is torch.nn.Identity, "a class makes one"
 
 
 def test_rays_executor_is_refused_in_a_place_of_one_bundle() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ray_weightsync.transports.native import backends
 from ray_weightsync.transports.native.backends import BackendTraits, missing_module, traits
 
 
@@ -35,9 +36,14 @@ def test_nothing_is_assumed_of_a_backend_that_is_not_known() -> None:
     assert traits("somebodys") == BackendTraits(name="somebodys", attested=False, grouped=True, needs_source=True)
 
 
-def test_what_vllms_own_end_needs_is_missed_before_it_is_made_and_of_another_end_nothing_is_known() -> None:
+def test_what_vllms_own_end_needs_is_missed_before_it_is_made_and_of_another_end_nothing_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(backends, "is_installed", lambda module: False)
     own, another = type("Own", (), {"__module__": "vllm.distributed.weight_transfer"}), type("Another", (), {})
     assert missing_module("nccl_m2n", own) == "nccl.m2n"
     assert missing_module("sharded_rdt", own) == "nixl"
     assert missing_module("nccl_m2n", another) is None
     assert missing_module("nccl", own) is None
+    monkeypatch.setattr(backends, "is_installed", lambda module: True)
+    assert missing_module("nccl_m2n", own) is None

@@ -302,6 +302,9 @@ class TestFailures:
         worker.updates.update(update("r3"))
         worker.updates.update(update("r3"))
         assert len(drained) == 2, "it was received"
+        worker.updates.start()  # over the open one, which has had its update
+        worker.updates.update(update("r4"))
+        assert [named for _, named in drained[2:]] == ["r4"]
 
     def test_a_failing_load_closes_its_delivery_and_both_failures_are_told(self, worker: Worker) -> None:
         worker.model.fail_at = {"load"}
