@@ -98,15 +98,15 @@ def check(plan: Plan, form: StockFormat, *, vllm: tuple[int, int] = VIEWS_SCALAR
         )
 
 
-def form_for(plan: Plan, *, buffer_bytes: int, num_buffers: int) -> StockFormat:
-    """The form in which engines of any version can read ``plan``: packed, unless that format cannot carry it.
+def form_for(plan: Plan, *, buffer_bytes: int, num_buffers: int, vllm: tuple[int, int] = OLDEST) -> StockFormat:
+    """The form in which engines of vLLM ``vllm`` and later can read ``plan``: packed, unless that format cannot carry it.
 
     Raises:
         ConfigError: if they cannot in either form; it names the tensor.
     """
     packed = StockFormat(packed_buffer_size_bytes=buffer_bytes, packed_num_buffers=num_buffers)
     try:
-        check(plan, packed, vllm=OLDEST)
+        check(plan, packed, vllm=vllm)
     except ConfigError:
         one_by_one = StockFormat(packed=False, packed_num_buffers=num_buffers)
         check(plan, one_by_one)

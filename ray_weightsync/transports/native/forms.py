@@ -34,7 +34,7 @@ def fitting(backend: str, options: Mapping[str, Any], plan: Plan, *, vllm: tuple
         if "packed" in given:
             check(plan, form, vllm=vllm)
         else:
-            form = form_for(plan, buffer_bytes=form.packed_buffer_size_bytes, num_buffers=form.packed_num_buffers)
+            form = form_for(plan, buffer_bytes=form.packed_buffer_size_bytes, num_buffers=form.packed_num_buffers, vllm=vllm)
         return {**options, "packed": form.packed}
     if backend == "ipc":
         form = StockFormat(**{"packed": False, **given})

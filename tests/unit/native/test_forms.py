@@ -47,9 +47,10 @@ def test_a_form_that_was_asked_for_and_cannot_carry_the_plan_is_refused(
         fitting(backend, options, plan)
 
 
-def test_what_new_engines_can_read_is_sent_packed_when_it_is_asked_for() -> None:
+@pytest.mark.parametrize("options", [{"packed": True}, {}], ids=repr)
+def test_what_new_engines_can_read_is_sent_packed(options: dict[str, Any]) -> None:
     plan = plan_of((torch.float32, ()))
-    assert fitting("nccl", {"packed": True}, plan, vllm=(0, 32)) == {"packed": True}
+    assert fitting("nccl", options, plan, vllm=(0, 32)) == {"packed": True}
 
 
 def test_ipc_begins_its_buffer_anew_with_what_does_not_fit() -> None:
