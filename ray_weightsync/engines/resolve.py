@@ -261,7 +261,7 @@ async def _require_one_server(channel: HTTPChannel, facts: EngineFacts, ref: Eng
 def _unreachable(ref: EngineRef, label: str, verdict: str, began: float, limit_s: float | None, said: str | None = None) -> AttachError:
     hints = {
         "is dead": "start a new engine and attach that one",
-        "did not answer": "a synchronous actor answers between its requests only, and none before it has started; Timeouts(attach_s=...) "
+        "did not answer": "no actor answers before it has started, and a synchronous one only between its requests; Timeouts(attach_s=...) "
         "gives it more time. An actor whose request slots are all taken answers if its class has EngineMixin",
     }
     if kind_of(ref.target) == "url":

@@ -22,7 +22,7 @@ KEEP_REPLICAS = {"max_restarts": 0, "max_task_retries": 0}
 """A restarted engine has lost its weights, a repeated call would be a second update: both are the coordinator's decision, not Ray's."""
 
 
-MORE_TIME = "Give them more time (Timeouts(heal_s=...); limit_s of a spec's own spawn)"
+MORE_TIME = "Give them more time (Timeouts(heal_s=...), or limit_s of a spec's own spawn)"
 
 
 class EnginePlace(Protocol):
