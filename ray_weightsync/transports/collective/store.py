@@ -97,6 +97,7 @@ class _Serving:
         self._num_bytes = 0
         self._waits: list[_Wait] = []
         self._connections: set[_Connection] = set()
+        self._full = False
         self._selector = selectors.DefaultSelector()
 
     def run(self) -> None:
@@ -130,9 +131,12 @@ class _Serving:
         except (BlockingIOError, ConnectionError):  # it has gone away meanwhile
             return
         except OSError as error:  # such as no file descriptor left: whoever is in already is served on, and this one is taken in later
-            logger.warning("the store of a group cannot take a connection in yet: %s", error)
+            if not self._full:
+                logger.warning("the store of a group cannot take a connection in yet: %s", error)
+            self._full = True
             time.sleep(_FULL_S)
             return
+        self._full = False
         accepted.setblocking(False)
         accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection = _Connection(accepted)

@@ -363,11 +363,13 @@ def test_gloo_meets_through_it_as_bytes_and_within_gloos_own_limit(served: Serve
         rank.close()
 
 
-def test_a_process_that_has_no_file_descriptor_left_serves_those_who_are_in_and_takes_the_others_in_later() -> None:
+def test_a_process_that_has_no_file_descriptor_left_serves_those_who_are_in_and_takes_the_others_in_later(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     class Full(socket.socket):
-        """Refuses once to take a connection in."""
+        """Refuses three times to take a connection in."""
 
-        refusals = iter([OSError(errno.EMFILE, "Too many open files")])
+        refusals = iter([OSError(errno.EMFILE, "Too many open files")] * 3)
 
         def accept(self) -> Any:
             if (refusal := next(self.refusals, None)) is not None:
@@ -381,5 +383,6 @@ def test_a_process_that_has_no_file_descriptor_left_serves_those_who_are_in_and_
         with StoreClient("127.0.0.1", port, NONCE, LIMIT_S) as client:
             client.set("key", b"value", limit_s=LIMIT_S)
             assert client.values(["key"], limit_s=LIMIT_S) == {"key": b"value"}
+        assert len(caplog.messages) == 1, "it is said once, and not ten times a second"
     finally:
         server.close()
