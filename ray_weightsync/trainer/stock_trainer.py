@@ -17,7 +17,7 @@ from ray_weightsync.fleet.relay import NativeMembers
 from ray_weightsync.protocol.client import VLLMWeightSyncClient
 from ray_weightsync.trainer.native import EngineMaker
 from ray_weightsync.transports.collective.stock import CLOSE_LIMIT_S, Join, StockSender
-from ray_weightsync.transports.collective.stock_format import StockFormat, form_for, update_info
+from ray_weightsync.transports.collective.stock_format import OLDEST, StockFormat, form_for, update_info
 from ray_weightsync.transports.collective.stock_meeting import oldest_release
 from ray_weightsync.transports.collective.stock_nccl import VllmCommunicator
 from ray_weightsync.transports.collective.stock_thread import OwnerThread
@@ -67,7 +67,7 @@ class StockTrainer:
         self._source = source
         plan = source.plan
         self._update_s = update_s
-        form: StockFormat = form_for(plan, buffer_bytes=options.bucket_bytes, num_buffers=options.num_buckets)
+        form: StockFormat = form_for(plan, buffer_bytes=options.bucket_bytes, num_buffers=options.num_buckets, vllm=vllm or OLDEST)
         self._sender = StockSender(
             form,
             world_size=world_size,

@@ -17,7 +17,7 @@ from tests.vllm.stream import Stream
 
 Tokens = dict[int, list[list[int]]]
 
-UPDATE_S = 5.0
+UPDATE_S = 10.0
 
 COLLECTIVE = rws.Collective(bucket_bytes=1 << 19, interface="lo")
 VLLMS_OWN = rws.Native("nccl", options={"packed_buffer_size_bytes": 1 << 19})

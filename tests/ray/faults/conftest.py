@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing
 
 import pytest
 
@@ -44,8 +45,9 @@ class Grounds:
             raise
 
     def close(self) -> None:
-        for ground in self._all:
-            ground.close()
+        with ExitStack() as each:
+            for ground in self._all:
+                each.callback(ground.close)
 
 
 @pytest.fixture(scope="module")
@@ -53,14 +55,12 @@ def beside(request: pytest.FixtureRequest, ray_cluster: str) -> Iterator[None]:
     """Begin what only waits."""
     items = [each for each in request.session.items if isinstance(each, pytest.Function) and each.module is request.module]
     waiting = [each for each in items if hasattr(each, "callspec") and each.callspec.params.get("kind") in WAITING]
-    grounds = Grounds()
-    with ThreadPoolExecutor(BESIDE) as pool:
+    with closing(Grounds()) as grounds, ThreadPoolExecutor(BESIDE) as pool:
         for item in waiting:
             item.stash[AHEAD] = pool.submit(grounds.run, item)
         yield
         for item in waiting:
             item.stash[AHEAD].cancel()
-    grounds.close()
 
 
 @pytest.hookimpl(tryfirst=True)

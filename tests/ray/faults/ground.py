@@ -18,6 +18,7 @@ SLACK_S = 5.0
 TIMEOUTS = rws.Timeouts(
     min_rate_bytes_per_s=1e12,
     stage_s=30,
+    status_s=30,
     health_interval_s=3600,  # what heals here does so because it was asked
     **{f"{phase}_s": PHASE_S for phase in ("preflight", "pause", "start", "update", "finish", "attest", "commit", "resume")},
 )

@@ -70,9 +70,11 @@ class Failing(StateDictSource):
         return failing(StateDictSource(dict(super().__iter__())), 2)
 
 
-def trainer_to(client: Client, recorder: Recorder, feed: RoundSource, *, limit_s: float = LIMIT_S) -> StockTrainer:
+def trainer_to(
+    client: Client, recorder: Recorder, feed: RoundSource, *, limit_s: float = LIMIT_S, vllm: tuple[int, int] | None = None
+) -> StockTrainer:
     where: dict[str, Any] = {"address": "127.0.0.1", "device": CPU, "communicator": recorder.join}
-    return StockTrainer(client, feed, world_size=3, options=OPTIONS, join_s=limit_s, update_s=limit_s, **where)
+    return StockTrainer(client, feed, world_size=3, options=OPTIONS, join_s=limit_s, update_s=limit_s, vllm=vllm, **where)
 
 
 def test_the_group_is_made_once_and_each_transfer_is_a_session_of_its_own(recorder: Recorder) -> None:
@@ -91,6 +93,16 @@ def test_the_group_is_made_once_and_each_transfer_is_a_session_of_its_own(record
     assert client.calls[2] == ("update", update_info(feed.plan))
     assert client.calls[3] == ("finish", None), "the label is the coordinator's to publish"
     assert recorder.closed == 1
+
+
+@pytest.mark.parametrize(("vllm", "packed"), [(None, False), ((0, 31), False), ((0, 32), True)])
+def test_scalars_are_packed_for_engines_that_can_all_view_them(
+    vllm: tuple[int, int] | None, packed: bool, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(stock.StockSender.__init__.__kwdefaults__, "unique_id", lambda: bytes(128))  # without NCCL
+    client = Client()
+    trainer_to(client, recorder, feed_of(source_of((3,), ())), vllm=vllm).shutdown()
+    assert client.calls[0][1]["packed"] is packed
 
 
 def test_an_engine_that_fails_to_receive_ends_the_transfer_at_once_and_nothing_is_finished(recorder: Recorder) -> None:
