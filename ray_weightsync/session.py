@@ -184,6 +184,7 @@ class WeightSync(FleetLife):
         timeouts = settings_of(**chosen).timeouts
         require_trainers(options.get("trainers", ()))
         require_factory(options.get("engine_factory"))
+        require_choice("take_over", options.get("take_over", False), (True, False))
         session_name(options.get("name"))
         require_ray()
         handles = spec.spawn(limit_s=timeouts.heal_s)

@@ -161,8 +161,8 @@ class Chronicle:
             record = self._record()
             used = {each.plan for each in (record.committed, record.round and record.round.snapshot) if each}
             forgotten = self._plans - used
+            self._plans -= forgotten  # not after: a call that is late forgets them all the same
             await self._do(lambda: self._put(record, plan, forgotten))
-            self._plans -= forgotten
             if plan is not None:
                 self._plans.add(plan.digest)
 

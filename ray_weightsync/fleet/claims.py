@@ -133,7 +133,7 @@ class Claims:
                 try:
                     await hand_over(session, tuple(filter(None, wanted)), left_s)  # type: ignore[misc]
                 except SessionConflict as refused:
-                    raise _after(refused, asked) from refused
+                    raise _after(refused, asked) from None
                 asked.add(session)
 
     async def follow(self, replicas: Iterable[Replica]) -> None:

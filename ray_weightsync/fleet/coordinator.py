@@ -139,7 +139,7 @@ class Coordinator:
         """How a round ended whose caller lost the answer with its coordinator.
 
         Raises:
-            RoundAborted, FleetTorn: if no coordinator had begun it.
+            RoundAborted, FleetTorn: if no coordinator had begun to touch an engine for it.
             WeightSyncError: what its caller would have been told; or that it has not ended in the time that a round may take.
         """
         began, limit_s = time.monotonic(), self._parts.longest_turn_s
@@ -156,7 +156,7 @@ class Coordinator:
         outcome = self._parts.chronicle.outcomes.get(round_id)
         if outcome is None:
             raise self._roster.unchanged(
-                "The coordinator died before this round had begun to touch an engine.",
+                "No engine was touched in this round: it had not begun when its answer was lost, or did not get its turn.",
                 phase="recovery",
                 hint="call again",
             )

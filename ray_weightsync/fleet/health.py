@@ -140,8 +140,14 @@ class Health:
         try:
             for replica in [each for each in self._roster.members if each.id in loose and is_loose(each)]:
                 logger.warning("%s is fenced, and somebody resumed it; it is paused again", replica.id)
-                release = self._parts.settings.on_failure.release_requests
-                await fence_engine(replica, tombstone(holder), limit_s=timeouts.resume_s, release=release, timeline=Timeline())
+                await fence_engine(
+                    replica,
+                    tombstone(holder),
+                    limit_s=timeouts.resume_s,
+                    release=self._parts.settings.on_failure.release_requests,
+                    timeline=Timeline(),
+                    incarnation=replica.engine.facts.incarnation,  # one that came since may be another session's
+                )
         finally:
             self._parts.end_turn(holder)
 

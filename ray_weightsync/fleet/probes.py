@@ -123,8 +123,14 @@ async def _written(parts: Parts) -> None:
 
 
 async def _fence(parts: Parts, replica: Replica, doubt: Doubt) -> None:
-    release = parts.settings.on_failure.release_requests
-    await fence_engine(replica, tombstone(doubt.round_id), limit_s=parts.timeouts.resume_s, release=release, timeline=Timeline())
+    await fence_engine(
+        replica,
+        tombstone(doubt.round_id),
+        limit_s=parts.timeouts.resume_s,
+        release=parts.settings.on_failure.release_requests,
+        timeline=Timeline(),
+        incarnation=replica.engine.facts.incarnation,  # one that came since was not probed, and may be another session's
+    )
 
 
 def _not_fenced(parts: Parts, report: SyncReport, complaints: Mapping[str, str], late: WeightSyncError) -> SyncReport:

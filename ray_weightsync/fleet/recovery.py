@@ -286,8 +286,16 @@ class Recovery:
             if stands is Standing.FENCED and facts is not None:
                 replica.version = None
                 replica.found_torn()
-                tombstone, release = str(facts.version), self._parts.settings.on_failure.release_requests
-                fences.append(fence_engine(replica, tombstone, limit_s=self._timeouts.resume_s, release=release, timeline=Timeline()))
+                fences.append(
+                    fence_engine(
+                        replica,
+                        str(facts.version),
+                        limit_s=self._timeouts.resume_s,
+                        release=self._parts.settings.on_failure.release_requests,
+                        timeline=Timeline(),
+                        incarnation=facts.incarnation,  # one that came since may be another session's
+                    )
+                )
         await asyncio.gather(*fences)
 
 

@@ -73,6 +73,8 @@ class SleepMode:
         try:
             if failed.failure.kind == "raised":
                 await self._look(replica)
+                if replica.engine.facts.incarnation != found.incarnation:
+                    return  # what was found is not of the process that answers now: that one never had this label
                 if not replica.asleep:
                     await self._chain(replica, SLEEP, calls)
                     replica.fenced_by_us, replica.left = fenced, left

@@ -143,7 +143,8 @@ class NativeEngines:
 
     def take(self, key: str) -> _Driven:
         """The engine that was made for ``key``; one that is to be made if there is none."""
-        driven, self._kept = self._kept, None
+        with self._lock:
+            driven, self._kept = self._kept, None
         if driven is not None and driven.key != key:
             _ending(driven)  # not waited for: engines are paused
             driven = None
@@ -205,8 +206,12 @@ class Relaying(LiveSending):
             lambda error: settle(over, CoordinatorLost(str(error))),
         )
         driven = self._engines.take(members.key)  # not before: from here on it is this call's to end
-        driven.begin(round_id, source, plan, limit_s)
-        threading.Thread(target=driven.run, args=(members, over), name="rws-native-send", daemon=True).start()
+        try:
+            driven.begin(round_id, source, plan, limit_s)
+            threading.Thread(target=driven.run, args=(members, over), name="rws-native-send", daemon=True).start()
+        except BaseException:
+            _ending(driven)
+            raise
         try:
             packed = over.result(limit_s)
         except BaseException as error:  # also one that interrupts the wait: nobody goes on for it

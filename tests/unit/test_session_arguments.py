@@ -37,6 +37,12 @@ def test_a_wrong_option_is_named_with_what_was_given(options: dict[str, Any], sa
         rws.WeightSync.attach(["engine"], **options)
 
 
+def test_an_option_that_attach_would_refuse_does_not_cost_the_start_of_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # so that none could be started
+    with pytest.raises(rws.ConfigError, match="take_over must be one of True, False, not 'yes'"):
+        rws.WeightSync.spawn(rws.TorchEngineSpec(make_module), take_over="yes")
+
+
 def test_a_session_that_is_given_to_another_process_says_what_to_give_instead() -> None:
     with pytest.raises(TypeError, match=r"stays in its process: give other processes sync.view\(\)"):
         pickle.dumps(object.__new__(rws.WeightSync))

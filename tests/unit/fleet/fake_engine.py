@@ -288,3 +288,17 @@ class FakeEngine(StepByStep):
         }
         state["node_id"] = self.node_id
         return {"kind": "async", "backend": "rws", "workers": [worker], **sizes, **state}
+
+
+def restarts_after_a_look(engine: FakeEngine) -> None:
+    """Have the engine restart as soon as it has told what it is, once."""
+    call = engine.call
+
+    async def called(verb: str, *args: Any, **kwargs: Any) -> Any:
+        answer = await call(verb, *args, **kwargs)
+        if verb == INSPECT:
+            engine.call = call  # type: ignore[method-assign]
+            engine.restart()
+        return answer
+
+    engine.call = called  # type: ignore[method-assign]

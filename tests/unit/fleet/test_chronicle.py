@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ray_weightsync.fleet import chronicle as module
-from tests.unit.fleet.fakes import FakeFleet
+from tests.unit.fleet.fakes import FakeFleet, plan_of, sealed
 from tests.unit.fleet.test_rounds import run
 
 LIMIT_S = 10
@@ -88,5 +88,39 @@ def test_what_could_not_be_written_when_nobody_waited_is_written_later(monkeypat
         await fleet.coordinator.rounds.abandon(ticket.snapshot, "not needed")
         await asyncio.wait_for(chronicle.noted(), LIMIT_S)
         assert fleet.journal.record.round is None, "a successor would settle it"
+
+    run(story)
+
+
+def test_a_plan_that_was_forgotten_late_is_written_again_for_the_round_that_needs_it() -> None:
+    async def story() -> None:
+        fleet = await FakeFleet(1).attach()
+        first, second = plan_of("first"), plan_of("second")
+        await fleet.send(1, plan=first)
+        chronicle, forget_plan = fleet.coordinator.chronicle, fleet.journal.forget_plan
+        await chronicle.noted()
+        reached, gate, forgotten = threading.Event(), threading.Event(), threading.Event()
+
+        def held(digest: str) -> None:
+            reached.set()
+            assert gate.wait(LIMIT_S)
+            forget_plan(digest)
+            forgotten.set()
+
+        fleet.journal.forget_plan = held  # type: ignore[method-assign]
+        ticket = await fleet.open(2, second)
+        await fleet.coordinator.rounds.commit(ticket.snapshot, sealed=sealed("2"), holds_turn=True)
+        chronicle._limit_s = 0.05  # of the write to come
+        assert await asyncio.to_thread(reached.wait, LIMIT_S)
+        while chronicle._writing.locked():
+            await asyncio.sleep(0.001)
+        gate.set()
+        assert await asyncio.to_thread(forgotten.wait, LIMIT_S)
+        chronicle._limit_s = LIMIT_S
+        ticket = await fleet.open(3, first)
+        while fleet.journal.record.round is None:
+            await asyncio.sleep(0.001)
+        assert fleet.journal.record.round.snapshot.plan == first.digest
+        assert first.digest in fleet.journal.plans
 
     run(story)

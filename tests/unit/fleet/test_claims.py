@@ -248,8 +248,9 @@ class TestTakingOver:
                     raise SessionConflict("Nothing was changed: its round does not end.")
 
             keeps: HandOver = hand_over
-            with pytest.raises(SessionConflict, match="its round does not end" if refuses else "'first' holds a"):
+            with pytest.raises(SessionConflict, match="its round does not end" if refuses else "'first' holds a") as caught:
                 await plane.session("second").claim([replica("b"), replica("a")], limit_s=5, hand_over=keeps)
+            assert caught.value.__cause__ is not caught.value
             assert asked == ["first"]
             assert plane.values == before
 

@@ -9,7 +9,9 @@ import pytest
 
 from ray_weightsync.config import Host, Timeouts
 from ray_weightsync.errors import RoundAborted, SessionConflict
-from tests.unit.fleet.fakes import FakeFleet, plan_of, sealed
+from ray_weightsync.fleet.parts import Parts
+from tests.unit.fleet import virtual_time
+from tests.unit.fleet.fakes import QUICK, FakeFleet, plan_of, sealed
 from tests.unit.fleet.test_rounds import run
 
 
@@ -187,6 +189,26 @@ def test_how_a_round_ended_that_waits_for_its_turn_is_told_when_it_has_had_it() 
         assert (await committing).version == 1
 
     run(story)
+
+
+def test_who_asks_after_a_round_that_did_not_get_its_turn_is_not_told_that_a_coordinator_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Parts, "longest_turn_s", 60.0)
+
+    async def story() -> None:
+        fleet = await FakeFleet(1, timeouts=QUICK, transport=Host(num_slots=4)).attach()
+        coordinator = fleet.coordinator
+        staged = await fleet.open(1)
+        await coordinator.rounds.seal(staged.snapshot, sealed("1"))
+        await coordinator._parts.turn.take("another", busy="wait", limit_s=1)
+        committing = asyncio.create_task(coordinator.rounds.commit(staged.snapshot))
+        await asyncio.sleep(0)
+        with pytest.raises(RoundAborted, match="did not get its turn") as told:
+            await coordinator.settled(staged.snapshot)
+        assert "died" not in str(told.value)
+        with pytest.raises(RoundAborted, match="still in progress"):
+            await committing
+
+    virtual_time.run(story())
 
 
 def test_a_slot_that_is_had_too_late_is_given_back() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from ray_weightsync.config import FailurePolicy, Timeouts
 from ray_weightsync.errors import ReplicasLost
+from tests.unit.fleet.fake_engine import restarts_after_a_look
 from tests.unit.fleet.fakes import QUICK, FakeFleet
 from tests.unit.fleet.test_repair import replica, state, with_one_fenced
 from tests.unit.fleet.test_rounds import run
@@ -141,6 +142,18 @@ def test_a_fenced_replica_that_somebody_lets_go_is_fenced_again(what: str) -> No
         fleet.forget_calls()
         await fleet.coordinator.health.check()
         assert loose.calls == ["inspect"], "once is enough"
+
+    run(story)
+
+
+def test_a_process_that_came_since_the_look_is_not_fenced_for_the_one_that_was_let_go() -> None:
+    async def story() -> None:
+        fleet = await with_one_fenced(on_failure=NO_HEAL)
+        loose = fleet.engines[1]
+        loose.paused = False
+        restarts_after_a_look(loose)
+        await fleet.coordinator.health.check()
+        assert (loose.version, loose.paused) == ("default", False)
 
     run(story)
 

@@ -496,6 +496,29 @@ class TestSleep:
 
         run(story)
 
+    def test_one_that_restarts_as_its_sleep_fails_does_not_get_the_label_of_the_weights_before(self) -> None:
+        async def story() -> None:
+            fleet = await served(1)
+            engine = fleet.engines[0]
+            call = engine.call
+
+            async def called(verb: str, *args: Any, **kwargs: Any) -> Any:
+                try:
+                    return await call(verb, *args, **kwargs)
+                except RuntimeError:
+                    engine.restart()
+                    raise
+
+            engine.call = called  # type: ignore[method-assign]
+            engine.faults["sleep"] = "raise"
+            with pytest.raises(WeightSyncError, match="r0 did not"):
+                await fleet.coordinator.sleep_mode.sleep(2)
+            assert (engine.version, engine.weights) == ("default", "initial")
+            (told,) = fleet.coordinator.status().replicas
+            assert (told.state, told.incarnation) == ("QUARANTINED", engine.incarnation)
+
+        run(story)
+
     def test_one_that_fails_is_named_when_all_were_asked_and_a_dead_one_is_no_reason(self) -> None:
         async def story() -> None:
             fleet = await served(3, on_failure=NO_HEAL)

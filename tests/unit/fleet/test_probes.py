@@ -141,6 +141,27 @@ def test_a_refusal_is_known_to_a_successor_also_where_the_mark_was_not_answered(
     run(story)
 
 
+def test_a_process_that_came_since_the_look_is_neither_paused_nor_marked_for_what_the_one_before_answered() -> None:
+    async def story() -> None:
+        fleet = await FakeFleet(2, on_failure=FailurePolicy(auto_heal=False)).attach()
+        report = await fleet.send(1)
+        await fleet.coordinator.chronicle.noted()
+        write = fleet.journal.write
+
+        def restarting(record: Any) -> None:
+            fleet.journal.write = write  # type: ignore[method-assign]
+            fleet.engines[0].restart()  # and may be another session's by now
+            write(record)
+
+        fleet.journal.write = restarting  # type: ignore[method-assign]
+        with pytest.raises(ReplicasLost):
+            await refuse(fleet.coordinator._parts, report, {"r0": WRONG})
+        assert (fleet.engines[0].version, fleet.engines[0].paused) == ("default", False)
+        assert fleet.coordinator.status().serving == ("r1",)
+
+    run(story)
+
+
 async def refused_during_a_round(**settings: Any) -> tuple[FakeFleet, Any, str, asyncio.Task[Any]]:
     """A fleet that serves 1, which the probe refused on r0 while another sender has the turn."""
     fleet = await FakeFleet(2, **settings).attach()

@@ -12,7 +12,7 @@ from ray_weightsync.config import FailurePolicy, Host, Timeouts
 from ray_weightsync.errors import FleetTorn, ReplicasLost, RoundAborted, WeightSyncError
 from ray_weightsync.fleet.parts import Parts
 from ray_weightsync.report import SyncReport
-from tests.unit.fleet.fake_engine import FakeEngine
+from tests.unit.fleet.fake_engine import FakeEngine, restarts_after_a_look
 from tests.unit.fleet.fakes import QUICK, FakeFleet, plan_of, sealed
 from tests.unit.fleet.test_rounds import run
 
@@ -483,3 +483,17 @@ class TestAnOwnerThatDies:
                     await committing
 
         run(story)
+
+
+def test_a_process_that_came_since_the_successor_looked_is_not_fenced_for_the_mark_of_the_one_before() -> None:
+    async def story() -> None:
+        fleet = await fleet_of(2).attach()
+        await fleet.send(1)
+        await fleet.coordinator.chronicle.noted()
+        fleet.engines[1].version = "!rws:other"
+        restarts_after_a_look(fleet.engines[1])
+        await fleet.succeed()
+        assert (fleet.engines[1].version, fleet.engines[1].paused) == ("default", False)
+        assert fleet.coordinator.status().serving == ("r0",)
+
+    run(story)

@@ -78,6 +78,21 @@ def test_one_that_is_kept_when_the_next_round_cannot_begin() -> None:
     assert made[0].over.wait(30)
 
 
+def test_one_that_is_kept_when_the_sending_stream_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Engine] = []
+    link: Any = None
+    engines = NativeEngines(link, lambda *args: made.append(Engine(*args)) or made[-1])  # type: ignore[func-returns-value]
+    sending(engines)
+
+    def failing(*args: Any) -> None:
+        raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(native._Driven, "begin", failing)
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        sending(engines)
+    assert made[0].over.wait(30)
+
+
 def test_one_that_came_to_its_end_as_the_wait_for_it_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     class Interrupted(Future[Any]):
         def result(self, timeout: float | None = None) -> Any:
