@@ -46,9 +46,12 @@ async def _when_it_can_be(replica: Replica, why: StepFailed, act: Callable[[], A
 
 
 async def fence_engine(
-    replica: Replica, tombstone: str, *, limit_s: float, release: bool, timeline: Timeline, incarnation: str | None = None
+    replica: Replica, tombstone: str, *, limit_s: float, release: bool, timeline: Timeline, incarnation: str | None
 ) -> None:
-    """Mark and pause the engine of a replica that is out of the serving set; with ``release`` its requests go back to their callers."""
+    """Mark and pause the engine of a replica that is out of the serving set; with ``release`` its requests go back to their callers.
+
+    A process that came since ``incarnation`` is left alone: it may be another session's. None: whichever answers is meant.
+    """
     channel = replica.engine.channel
     mode = "abort" if release else "keep"
     calls = [

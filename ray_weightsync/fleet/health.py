@@ -146,7 +146,7 @@ class Health:
                     limit_s=timeouts.resume_s,
                     release=self._parts.settings.on_failure.release_requests,
                     timeline=Timeline(),
-                    incarnation=replica.engine.facts.incarnation,  # one that came since may be another session's
+                    incarnation=replica.engine.facts.incarnation,
                 )
         finally:
             self._parts.end_turn(holder)

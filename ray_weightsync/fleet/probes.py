@@ -129,7 +129,7 @@ async def _fence(parts: Parts, replica: Replica, doubt: Doubt) -> None:
         limit_s=parts.timeouts.resume_s,
         release=parts.settings.on_failure.release_requests,
         timeline=Timeline(),
-        incarnation=replica.engine.facts.incarnation,  # one that came since was not probed, and may be another session's
+        incarnation=replica.engine.facts.incarnation,
     )
 
 

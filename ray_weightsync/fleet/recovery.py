@@ -293,7 +293,7 @@ class Recovery:
                         limit_s=self._timeouts.resume_s,
                         release=self._parts.settings.on_failure.release_requests,
                         timeline=Timeline(),
-                        incarnation=facts.incarnation,  # one that came since may be another session's
+                        incarnation=facts.incarnation,
                     )
                 )
         await asyncio.gather(*fences)

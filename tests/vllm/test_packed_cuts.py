@@ -70,7 +70,7 @@ def test_what_we_call_misaligned_is_what_vllms_receiver_cannot_view(
             theirs.unpack_tensor(chunk.packed_tensor, chunk.names, chunk.shapes, chunk.dtypes, chunk.tensor_sizes)
         except RuntimeError:
             failed = True
-    assert failed == (misaligned(plan_of(tensors), size) is not None)
+    assert failed == (misaligned(packed_cuts(plan_of(tensors), size)) is not None)
 
 
 def ipc_chunks_of(theirs: Any, tensors: dict[str, torch.Tensor], size: int) -> list[list[int]]:

@@ -8,6 +8,9 @@ tests hold the two together.)
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
+from ray_weightsync.errors import ConfigError
 from ray_weightsync.weights.plan import Plan, TensorSpec
 
 
@@ -27,15 +30,29 @@ def packed_cuts(plan: Plan, packed_buffer_size_bytes: int) -> tuple[tuple[Tensor
     return tuple(cuts)
 
 
-def misaligned(plan: Plan, packed_buffer_size_bytes: int) -> str | None:
-    """The name of the first tensor that a receiver could not view under its dtype, because it starts at an odd place; None if all can.
+def misaligned(cuts: Iterable[Sequence[TensorSpec]]) -> TensorSpec | None:
+    """The first tensor that a receiver could not view under its dtype, because it starts at an odd place of its cut; None if all can.
 
-    vLLM's receiver raises there, in the middle of the broadcast, while its sender waits for ever.
+    vLLM's receivers raise there, in the middle of an update, while the sender of a group waits for ever.
     """
-    for tensors in packed_cuts(plan, packed_buffer_size_bytes):
+    for tensors in cuts:
         offset = 0
         for spec in tensors:
             if offset % spec.torch_dtype.itemsize:
-                return spec.name
+                return spec
             offset += spec.nbytes
     return None
+
+
+def require_aligned(cuts: Iterable[Sequence[TensorSpec]]) -> None:
+    """Refuse what is `misaligned`.
+
+    Raises:
+        ConfigError: naming the tensor, and saying what to do.
+    """
+    if (spec := misaligned(cuts)) is not None:
+        raise ConfigError(
+            f"tensor {spec.name!r}: in vLLM's packed format, which has no padding, it would start at a place that is no multiple of its "
+            f"dtype's {spec.torch_dtype.itemsize} bytes, and the engine would fail on it",
+            hint="cast all tensors to one dtype, or send each by itself (packed=False)",
+        )

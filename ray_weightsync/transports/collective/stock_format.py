@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from ray_weightsync.errors import ConfigError
-from ray_weightsync.transports.collective.packed import misaligned, packed_cuts
+from ray_weightsync.transports.collective.packed import packed_cuts, require_aligned
 from ray_weightsync.weights.plan import Plan, TensorSpec
 from ray_weightsync.weights.tensor_spec import is_int
 
@@ -83,13 +83,7 @@ def check(plan: Plan, form: StockFormat, *, vllm: tuple[int, int] = VIEWS_SCALAR
                     hint="send packed (packed=True), or cast it",
                 )
         return
-    if (name := misaligned(plan, form.packed_buffer_size_bytes)) is not None:
-        size = _spec(plan, name).torch_dtype.itemsize
-        raise ConfigError(
-            f"tensor {name!r}: in vLLM's packed format, which has no padding, it would start at a place that is no multiple of its "
-            f"dtype's {size} bytes, and the engine would fail on it",
-            hint="cast all tensors to one dtype, or send each by itself (packed=False)",
-        )
+    require_aligned(form.cuts(plan))
     scalar = next((spec.name for spec in plan.tensors if not spec.shape), None)
     if scalar is not None and vllm < VIEWS_SCALARS_SINCE:
         raise ConfigError(
@@ -117,7 +111,3 @@ def form_for(plan: Plan, *, buffer_bytes: int, num_buffers: int, vllm: tuple[int
 def largest_cut(plan: Plan, form: StockFormat) -> int:
     """Bytes of the largest broadcast, which is what each of the sender's buffers takes."""
     return max(sum(spec.nbytes for spec in cut) for cut in form.cuts(plan))
-
-
-def _spec(plan: Plan, name: str) -> TensorSpec:
-    return next(spec for spec in plan.tensors if spec.name == name)

@@ -6,12 +6,13 @@ middle of an update, while the sender of a group waits for ever. So it is found 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ray_weightsync.errors import ConfigError
+from ray_weightsync.transports.collective.packed import require_aligned
 from ray_weightsync.transports.collective.stock_format import OLDEST, StockFormat, check, form_for
-from ray_weightsync.weights.plan import Plan
+from ray_weightsync.weights.plan import Plan, TensorSpec
 
 _FORM = ("packed", "packed_buffer_size_bytes", "packed_num_buffers")
 
@@ -51,15 +52,16 @@ def _require_fits_buffer(plan: Plan, buffer_bytes: int) -> None:
             f"tensor {largest.name!r} has {largest.nbytes} bytes, and vLLM's ipc packs into a buffer of {buffer_bytes}",
             hint=f"packed_buffer_size_bytes of {largest.nbytes} or more, or packed=False",
         )
-    end = 0
+    require_aligned(_ipc_cuts(plan, buffer_bytes))
+
+
+def _ipc_cuts(plan: Plan, buffer_bytes: int) -> Iterator[list[TensorSpec]]:
+    cut: list[TensorSpec] = []
+    num_bytes = 0
     for spec in plan.tensors:
-        if end + spec.nbytes > buffer_bytes:
-            end = 0
-        size = spec.torch_dtype.itemsize
-        if end % size:
-            raise ConfigError(
-                f"tensor {spec.name!r}: in vLLM's packed format, which has no padding, it would start at a place that is no multiple of "
-                f"its dtype's {size} bytes, and the engine would fail on it",
-                hint="cast all tensors to one dtype, or send each by itself (packed=False)",
-            )
-        end += spec.nbytes
+        if num_bytes + spec.nbytes > buffer_bytes:
+            yield cut
+            cut, num_bytes = [], 0
+        cut.append(spec)
+        num_bytes += spec.nbytes
+    yield cut

@@ -89,7 +89,7 @@ def test_asked_again_by_a_caller_who_lost_the_answer_with_the_coordinator_it_ans
         await fleet.coordinator.chronicle.noted()
         with pytest.raises(ReplicasLost):
             await refuse(fleet.coordinator._parts, report, {"r0": WRONG})
-        await fleet.succeed()  # nothing of the refusal is in the journal yet
+        await fleet.succeed()
         with pytest.raises(ReplicasLost, match="serves on r1") as caught:
             await refuse(fleet.coordinator._parts, report, {"r0": WRONG})
         assert caught.value.report.lost == ("r0",)
